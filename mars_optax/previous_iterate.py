@@ -1,0 +1,352 @@
+"""The gradient at the previous iterate on the current batch, which exact mode needs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax import _checks
+
+
+class _PairType(type):
+    """Puts the remedy into JAX's error where a pair meets code that knows only gradients."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{cls.__module__}.{cls.__qualname__} (a pair of gradients: hand it to an optimizer "
+            "built with exact=True or mars_optax.exact, and accumulate it with "
+            "mars_optax.multi_steps instead of optax.MultiSteps)"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarsGrads(metaclass=_PairType):
+    """A pair of gradient trees taken on the same batch; a pytree.
+
+    Attributes:
+        grad: The gradient at the current parameters.
+        prev_grad: The gradient at the previous parameters, a tree like `grad`.
+
+    Example:
+        >>> from mars_optax import MarsGrads
+        >>> grad, prev_grad = MarsGrads(grad=1.0, prev_grad=2.0)
+    """
+
+    grad: optax.Updates
+    prev_grad: optax.Updates
+
+    def __iter__(self) -> Iterator[optax.Updates]:
+        return iter((self.grad, self.prev_grad))
+
+
+def reject_pair(updates: Any) -> None:
+    """Raises where a pair reaches a transformation that takes one gradient."""
+    if isinstance(updates, MarsGrads):
+        raise TypeError(
+            "`updates` must be one gradient tree here, got a `MarsGrads` pair: build the optimizer "
+            "with `exact=True`, or wrap it in `mars_optax.exact`."
+        )
+
+
+class ExactState(NamedTuple):
+    """State of :func:`exact`."""
+
+    prev_params: optax.Params
+    inner_state: optax.OptState
+
+
+def exact(
+    inner: optax.GradientTransformation,
+    *,
+    preprocess: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Supplies the previous-iterate gradient to an optimizer built on ``mars_vr(exact=True)``.
+
+    It keeps the parameters of the step before, :math:`x_{t-1}`, so that
+    :func:`mars_optax.value_and_grads` can take :math:`g^-_t = \nabla f(x_{t-1}, \xi_t)` on the
+    current batch. Before the first step :math:`x_0 := x_1`, so :math:`c_1 = g_1`.
+
+    Make it the outermost wrapper, so that it sees all parameters. What must see each of the two
+    gradients goes into `preprocess`; a link in front of this wrapper would clip the pair by its
+    joint norm, which is wrong and cannot be seen from inside. Accumulate gradients with
+    :func:`mars_optax.multi_steps`: `optax.MultiSteps` raises on a pair, and averages only the
+    gradients where `prev_grad=` is passed beside them, which is silently wrong.
+
+    Non-finite gradients: guard with ``exact(optax.apply_if_finite(inner, n))``. A non-finite entry
+    in either gradient then loses exactly that step: a bad `prev_grad` makes the gradient handed to
+    `inner` NaN, so that the guard counts it, and `prev_params` stay. Where no guard inside rejects
+    a step whose `prev_grad` alone is not finite (``optax.apply_if_finite(exact(inner), n)`` does
+    not see it), the update is zero and the state stays.
+
+    Args:
+        inner: The optimizer, which takes `prev_grad` as an extra argument.
+        preprocess: A stateless transformation applied to each of the two gradients on its own,
+            such as ``optax.clip_by_global_norm(1.0)``.
+
+    Returns:
+        A `GradientTransformationExtraArgs`. `update` takes a :class:`MarsGrads` pair as `updates`,
+        or gradients and `prev_grad=`; it needs `params`. The state is an `ExactState`:
+        `prev_params` (a copy, safe to donate, like the parameters) and `inner_state`.
+
+    Raises:
+        ValueError: In `update`: `params` or the previous gradient is missing, it is given twice,
+            trees do not match; in `init`: `preprocess` keeps a state.
+        TypeError: A parameter is not floating point.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mars_optax import exact, mars_vr, value_and_grads
+        >>> optimizer = exact(
+        ...     optax.chain(mars_vr(0.1, exact=True), optax.adam(1e-1, b1=0.95)),
+        ...     preprocess=optax.clip_by_global_norm(1.0),
+        ... )
+        >>> loss_fn = lambda params, batch: jnp.sum((params - batch) ** 2)
+        >>> @jax.jit
+        ... def step(params, state, batch):
+        ...     loss, grads = value_and_grads(loss_fn)(params, batch, state=state)
+        ...     updates, state = optimizer.update(grads, state, params)
+        ...     return optax.apply_updates(params, updates), state, loss
+        >>> params = jnp.zeros(2)
+        >>> state = optimizer.init(params)
+        >>> for batch in (1.0, 1.2, 0.9):
+        ...     params, state, loss = step(params, state, batch)
+
+    References:
+        Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 1.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params):
+        _checks.check_inexact("params", params)
+        if preprocess is not None and jax.tree.leaves(preprocess.init(params)):
+            raise ValueError(
+                f"`preprocess` must be stateless, got {preprocess!r}, whose state would have to be "
+                "kept for each gradient: put it inside `inner`."
+            )
+        return ExactState(jax.tree.map(_copy, params), inner.init(params))
+
+    def update_fn(updates, state, params=None, *, prev_grad=None, **extra_args):
+        grad, prev_grad = _as_pair(updates, prev_grad)
+        if params is None:
+            raise ValueError(
+                "`params` is missing, got None: call `update(grads, state, params)`; they become "
+                "the next step's previous parameters."
+            )
+        _checks.check_same_tree("updates", grad, "`params`", params)
+        _checks.check_same_tree("prev_grad", prev_grad, "`updates`", grad)
+        if preprocess is not None:
+            grad, _ = preprocess.update(grad, preprocess.init(params), params)
+            prev_grad, _ = preprocess.update(prev_grad, preprocess.init(params), params)
+        grad_is_finite, prev_is_finite = all_finite(grad), all_finite(prev_grad)
+        grad = jax.tree.map(lambda g: jnp.where(prev_is_finite, g, jnp.nan).astype(g.dtype), grad)
+        updates, inner_state = inner.update(
+            grad, state.inner_state, params, prev_grad=prev_grad, **extra_args
+        )
+        keep = grad_is_finite & ~prev_is_finite & ~all_finite(updates)
+        updates = jax.tree.map(lambda u: jnp.where(keep, jnp.zeros_like(u), u), updates)
+        inner_state = _where(keep, state.inner_state, inner_state)
+        prev_params = _where(grad_is_finite & prev_is_finite, params, state.prev_params)
+        return updates, ExactState(prev_params, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def value_and_grads(
+    loss_fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, MarsGrads]]:
+    r"""`jax.value_and_grad` at two points: the current and the previous parameters.
+
+    Computes :math:`\nabla f(x_t, \xi_t)` and :math:`\nabla f(x_{t-1}, \xi_t)`, on the same batch
+    and with the same random keys, since all other arguments are shared. It costs two gradients.
+
+    Args:
+        loss_fn: A function that returns a scalar loss, or (loss, aux) with `has_aux`.
+        argnums: Which arguments are the parameters, as in `jax.value_and_grad`; for a tuple, the
+            optimizer's parameters are the tuple of these arguments.
+        has_aux: Whether `loss_fn` returns auxiliary data too.
+
+    Returns:
+        A function ``fn(*args, state, **kwargs) -> (value, MarsGrads)``, or ``((value, aux),
+        MarsGrads)`` with `has_aux`; value and aux are those of the current parameters. `state` is
+        the optimizer's state (or anything that holds it once), in which :func:`exact` keeps the
+        previous parameters; it is not passed on to `loss_fn`.
+
+    Raises:
+        ValueError: `state` holds no exact state, or several, or one of other parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mars_optax import mars_adamw, value_and_grads
+        >>> optimizer = mars_adamw(3e-3, exact=True)
+        >>> params = {"w": jnp.ones((2, 2))}
+        >>> state = optimizer.init(params)
+        >>> loss_fn = lambda params, x: jnp.sum((x @ params["w"]) ** 2)
+        >>> loss, grads = value_and_grads(loss_fn)(params, jnp.ones((1, 2)), state=state)
+        >>> updates, state = optimizer.update(grads, state, params)
+    """
+    value_and_grad = jax.value_and_grad(loss_fn, argnums, has_aux)
+    grad_only = jax.grad(loss_fn, argnums, has_aux)
+
+    def fn(*args: Any, state: optax.OptState, **kwargs: Any) -> tuple[Any, MarsGrads]:
+        single = isinstance(argnums, int)
+        indices = [i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)]
+        params = args[indices[0]] if single else tuple(args[i] for i in indices)
+        prev_params = _prev_params_like(params, state)
+        prev_args = list(args)
+        for i, value in zip(indices, (prev_params,) if single else prev_params, strict=True):
+            prev_args[i] = value
+        value, grad = value_and_grad(*args, **kwargs)
+        prev_grad = grad_only(*prev_args, **kwargs)
+        return value, MarsGrads(grad, prev_grad[0] if has_aux else prev_grad)
+
+    return fn
+
+
+def multi_steps(
+    tx: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[jax.typing.ArrayLike], jax.typing.ArrayLike],
+    *,
+    use_grad_mean: bool = True,
+    should_skip_update_fn: Callable[..., Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gradient accumulation that averages both gradients of a pair: `optax.MultiSteps` for exact.
+
+    For an exact optimizer it accumulates :math:`g_t` and :math:`g^-_t` over the micro-batches, the
+    latter at the parameters of one *optimizer* step before; any other optimizer is handed to
+    `optax.MultiSteps` as it is.
+
+    Do not use `optax.MultiSteps` for exact optimizers: it raises on a pair, and where `prev_grad=`
+    is passed beside the gradients it averages the gradients but takes `prev_grad` of the last
+    micro-batch alone, which is silently wrong and cannot be seen from inside.
+
+    Args:
+        tx: The optimizer; exact ones are wrapped in :func:`exact` already.
+        every_k_schedule: How many micro-batches make a step: an int, or a function of the number
+            of optimizer steps taken.
+        use_grad_mean: Whether to average the gradients (else to sum them).
+        should_skip_update_fn: Which micro-batches to drop, such as ``optax.skip_not_finite``, which
+            then sees both gradients.
+
+    Returns:
+        A `GradientTransformationExtraArgs` whose `update` takes what that of `tx` takes. The state
+        is an `optax.MultiStepsState`: `mini_step` is 0 right after an optimizer step. Gradients
+        are accumulated in float32.
+
+    Raises:
+        ValueError: The previous gradient of an exact optimizer is missing or given twice.
+        TypeError: A pair is handed to an optimizer that is not exact.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mars_optax import mars_adamw, multi_steps, value_and_grads
+        >>> optimizer = multi_steps(mars_adamw(3e-3, exact=True), every_k_schedule=2)
+        >>> params = {"w": jnp.ones((2, 2))}
+        >>> state = optimizer.init(params)
+        >>> loss_fn = lambda params, x: jnp.sum((x @ params["w"]) ** 2)
+        >>> for micro_batch in jnp.ones((2, 1, 2)):
+        ...     loss, grads = value_and_grads(loss_fn)(params, micro_batch, state=state)
+        ...     updates, state = optimizer.update(grads, state, params)
+        >>> int(state.mini_step), int(state.gradient_step)
+        (0, 1)
+    """
+    tx = optax.with_extra_args_support(tx)
+    options = {"use_grad_mean": use_grad_mean, "should_skip_update_fn": should_skip_update_fn}
+    plain = optax.MultiSteps(tx, every_k_schedule, **options)  # type: ignore[arg-type]
+
+    # MultiSteps accumulates in trees like its parameters: give it a pair of them.
+    def update_pair(updates, state, params=None, **extra_args):
+        return tx.update(updates, state, params.grad, **extra_args)
+
+    of_pairs = optax.MultiSteps(
+        optax.GradientTransformationExtraArgs(lambda pair: tx.init(pair.grad), update_pair),
+        every_k_schedule,
+        **options,  # type: ignore[arg-type]
+    )
+
+    def init_fn(params):
+        if _exact_states(jax.eval_shape(tx.init, params)):
+            return of_pairs.init(MarsGrads(params, params))
+        return plain.init(params)
+
+    def update_fn(updates, state, params=None, *, prev_grad=None, **extra_args):
+        if not _exact_states(state):
+            reject_pair(updates)
+            if prev_grad is not None:
+                extra_args["prev_grad"] = prev_grad
+            return plain.update(updates, state, params, **extra_args)
+        pair = MarsGrads(*_as_pair(updates, prev_grad))
+        if params is None:
+            raise ValueError("`params` is missing, got None: call `update(grads, state, params)`.")
+        return of_pairs.update(pair, state, MarsGrads(params, params), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every entry of every leaf is finite, shape () and dtype bool."""
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(tree):
+        finite &= jnp.all(jnp.isfinite(leaf))
+    return finite
+
+
+def _where(condition: jax.Array, tree: Any, otherwise: Any) -> Any:
+    """Selects whole trees; the dtypes of `otherwise` stay."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(condition, jnp.asarray(x, y.dtype), y), tree, otherwise
+    )
+
+
+def _copy(leaf: Any) -> Any:
+    # A state that aliases the parameters could not be donated beside them.
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.array(leaf, copy=True)
+
+
+def _as_pair(updates: Any, prev_grad: Any) -> tuple[Any, Any]:
+    if isinstance(updates, MarsGrads):
+        if prev_grad is not None:
+            raise ValueError(
+                "`prev_grad` was given beside a `MarsGrads` pair, which holds it already: pass one "
+                "of the two."
+            )
+        return updates.grad, updates.prev_grad
+    if prev_grad is None:
+        raise ValueError(
+            "`prev_grad` is missing, got None: an exact optimizer needs the gradient at the "
+            "previous parameters on the same batch; pass the pair from "
+            "`mars_optax.value_and_grads(loss_fn)(params, ..., state=opt_state)` as `updates`, or "
+            "pass `prev_grad=`."
+        )
+    return updates, prev_grad
+
+
+def _exact_states(state: Any) -> list[ExactState]:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ExactState))
+    return [leaf for leaf in leaves if isinstance(leaf, ExactState)]
+
+
+def _prev_params_like(params: Any, state: Any) -> Any:
+    """The previous parameters in `state`, in the containers of `params` (nnx has its own)."""
+    found = _exact_states(state)
+    if len(found) != 1:
+        raise ValueError(
+            f"`state` must hold one exact state, got {len(found)}: build the optimizer with "
+            "`exact=True` or `mars_optax.exact(inner)`, once, and pass its state."
+        )
+    leaves, structure = jax.tree.flatten(params)
+    prev_leaves = jax.tree.leaves(found[0].prev_params)
+    shapes, prev_shapes = [list(map(jnp.shape, tree)) for tree in (leaves, prev_leaves)]
+    if shapes != prev_shapes:
+        raise ValueError(
+            "`state` belongs to other parameters than those given: its previous parameters have "
+            f"shapes {prev_shapes}, the parameters {shapes}. Initialise the optimizer with the "
+            "same tree, and make `mars_optax.exact` the outermost wrapper, so that it sees all "
+            "of it."
+        )
+    return jax.tree.unflatten(structure, prev_leaves)

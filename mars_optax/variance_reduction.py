@@ -1,0 +1,228 @@
+"""The MARS correction: a scaled stochastic recursive momentum in front of a preconditioner."""
+
+import contextlib
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mars_optax import _checks
+from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
+from mars_optax.previous_iterate import all_finite, reject_pair
+
+
+class MarsVRState(NamedTuple):
+    """State of :func:`mars_vr`."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    last_grad: optax.Updates | None  # None in exact mode
+
+
+def mars_vr(
+    gamma: optax.ScalarOrSchedule = 0.025,
+    b1: jax.typing.ArrayLike = 0.95,
+    *,
+    clip_norm: jax.typing.ArrayLike | None = 1.0,
+    clip_scope: Literal["tensor", "global"] = "tensor",
+    exact: bool = False,
+    grad_dtype: jax.typing.DTypeLike | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Corrects gradients by scaled variance reduction and clips them.
+
+    .. math::
+        k_t &= \gamma_t b_1 / (1 - b_1) \\
+        c_t &= g_t + k_t (g_t - g^-_t) \\
+        \tilde c_t &= c_t / \max(1, \|c_t\|_2 / \text{clip\_norm})
+
+    Approximate mode (the default): :math:`g^-_t = g_{t-1}`, the gradient that this transformation
+    received one step before, zero at the first step. Exact mode: :math:`g^-_t` is the gradient on
+    the current batch at the previous parameters, handed to `update` as `prev_grad`;
+    :func:`mars_optax.exact` and :func:`mars_optax.value_and_grads` supply it.
+
+    The momentum that follows must decay with the same `b1`:
+    ``optax.chain(mars_vr(0.025, b1=0.95), optax.scale_by_adam(0.95, 0.99))``.
+
+    The correction and its norm are computed in float32 or wider and returned in the gradient's
+    dtype. Where any entry of a gradient tree is not finite, the whole tree is left out of the
+    state: `last_grad` keeps the last finite gradient.
+
+    Args:
+        gamma: The scale of the variance reduction, at least 0, or a schedule: a function of the
+            step count, which starts at 0. 0 gives the plain gradient.
+        b1: Decay rate of the momentum that follows, in [0, 1).
+        clip_norm: Largest Euclidean norm of :math:`c_t`; None turns the clip off.
+        clip_scope: "tensor" clips each parameter by its own norm, as the authors do; "global"
+            clips all of them by their joint norm.
+        exact: Whether `prev_grad` is given to `update`. Nothing is stored then.
+        grad_dtype: Dtype of the stored gradient, such as `jnp.bfloat16`; default: the parameter's.
+        weight_dimension_numbers: For ``clip_scope="tensor"``: a tree (or a prefix of one, or a
+            callable that makes it from the parameters) of `optax.contrib.MuonDimensionNumbers`.
+            Axes in neither of its lists are batch axes, and each batch entry is clipped as a tensor
+            of its own, so that a stack of layers behaves like the layers. A parameter without
+            dimension numbers (None) is one tensor.
+
+    Returns:
+        A `GradientTransformationExtraArgs`. `update` takes `prev_grad`, a tree like the gradients,
+        in exact mode, and ignores other extra arguments. Its state is a :class:`MarsVRState`:
+        `count` and `last_grad`, which has the parameters' shapes.
+
+    Raises:
+        ValueError: `gamma` or `clip_norm` is negative (or `clip_norm` 0), `b1` is outside [0, 1),
+            `clip_scope` is unknown; dimension numbers are out of range; in `update`, trees do not
+            match, `prev_grad` is missing in exact mode or given in approximate mode.
+        TypeError: A parameter is not floating point, or `updates` is a `MarsGrads` pair.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from mars_optax import mars_vr
+        >>> vr = mars_vr(gamma=0.5, b1=0.9, clip_norm=None)  # k = 4.5
+        >>> params = jnp.zeros(2)
+        >>> state = vr.init(params)
+        >>> _, state = vr.update(jnp.array([1.0, 2.0]), state)
+        >>> corrected, state = vr.update(jnp.array([2.0, 2.0]), state)
+        >>> print(corrected)  # g2 + 4.5 (g2 - g1)
+        [6.5 2. ]
+        >>> optimizer = optax.chain(
+        ...     mars_vr(0.025), optax.scale_by_adam(0.95, 0.99), optax.scale_by_learning_rate(3e-3)
+        ... )
+
+    References:
+        Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
+        <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 1.
+    """
+    _checks.check_non_negative("gamma", gamma)
+    _checks.check_decay("b1", b1)
+    if clip_norm is not None:
+        remedy = "use a positive norm, or None for no clip"
+        _checks.check_number("clip_norm", clip_norm, lambda v: v > 0, remedy)
+    _checks.check_choice("clip_scope", clip_scope, ("tensor", "global"))
+    if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
+        raise ValueError(
+            f"`grad_dtype` must be a floating-point dtype, got {grad_dtype!r}: use jnp.bfloat16."
+        )
+    if exact and grad_dtype is not None:
+        raise ValueError(
+            f"`grad_dtype` has no use in exact mode, which stores no gradient, got {grad_dtype!r}: "
+            "leave it out."
+        )
+
+    def init_fn(params):
+        _checks.check_inexact("params", params)
+        _check_dimension_numbers(weight_dimension_numbers, params)
+        last_grad = None
+        if not exact:
+            if grad_dtype is not None and any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
+                raise ValueError(f"`grad_dtype` {grad_dtype!r} cannot hold complex gradients.")
+            last_grad = optax.tree.zeros_like(params, dtype=grad_dtype)
+        return MarsVRState(jnp.zeros([], jnp.int32), last_grad)
+
+    def update_fn(updates, state, params=None, *, prev_grad=None, **unused_extra_args):
+        del params, unused_extra_args
+        reject_pair(updates)
+        previous = _previous_gradient(updates, state, prev_grad, exact)
+        scale = _correction_scale(gamma(state.count) if callable(gamma) else gamma, b1)
+        grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
+        previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
+        corrected = [
+            None if g is None else _correct(g, p, scale)
+            for g, p in zip(grads, previous_leaves, strict=True)
+        ]
+        if clip_norm is not None:
+            numbers = resolve(weight_dimension_numbers, updates)
+            corrected = _clip(corrected, clip_norm, clip_scope, numbers)
+        corrected = [
+            None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
+        ]
+        last_grad = None if exact else _store(updates, state.last_grad)
+        count = optax.safe_increment(state.count)
+        return structure.unflatten(corrected), MarsVRState(count, last_grad)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_dimension_numbers(spec: WeightDimensionNumbers, params: Any) -> None:
+    leaves = jax.tree.leaves(params, is_leaf=_checks.is_none)
+    for numbers, leaf in zip(resolve(spec, params), leaves, strict=True):
+        if numbers is not None and leaf is not None:
+            matrix_axes(numbers, leaf.shape)
+
+
+def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: bool) -> Any:
+    if exact and prev_grad is None:
+        raise ValueError(
+            "`prev_grad` is missing, got None, and `mars_vr(exact=True)` never falls back: wrap "
+            "the whole optimizer in `mars_optax.exact` and hand it the pair from "
+            "`mars_optax.value_and_grads`, or pass `prev_grad=` to `update`."
+        )
+    if not exact and prev_grad is not None:
+        raise ValueError(
+            "`prev_grad` was given, but this optimizer is approximate and would not use it: build "
+            "it with `exact=True`, or leave `prev_grad` out."
+        )
+    if not exact:
+        _checks.check_same_tree("updates", updates, "the state's `last_grad`", state.last_grad)
+        return state.last_grad
+    # `optax.masked` and `optax.partition` mask the updates only, so prev_grad is masked here.
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    with contextlib.suppress(ValueError):  # the check below says what differs
+        prev_grad = jax.tree.map(
+            lambda u, p: u if is_masked(u) else p, updates, prev_grad, is_leaf=is_masked
+        )
+    _checks.check_same_tree("prev_grad", prev_grad, "`updates`", updates)
+    return prev_grad
+
+
+def _correction_scale(gamma: jax.typing.ArrayLike, b1: jax.typing.ArrayLike) -> Any:
+    """k = γ·b1/(1−b1), in float32 or wider: 1−b1 cancels badly in low precision."""
+    if isinstance(gamma, jax.Array):
+        gamma = gamma.astype(jnp.promote_types(gamma.dtype, jnp.float32))
+    if isinstance(b1, jax.Array):
+        b1 = b1.astype(jnp.promote_types(b1.dtype, jnp.float32))
+    return gamma * b1 / (1 - b1)
+
+
+def _correct(grad: jax.Array, previous: jax.Array, scale: Any) -> jax.Array:
+    dtype = jnp.promote_types(jnp.result_type(grad, previous), jnp.float32)
+    grad, previous = jnp.asarray(grad, dtype), jnp.asarray(previous, dtype)
+    return grad + jnp.asarray(scale, jnp.finfo(dtype).dtype) * (grad - previous)
+
+
+def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> list:
+    """Divides by max(1, norm / clip_norm); the leaves are float32 or wider, or None."""
+
+    def squared_norm(c, spec):
+        squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
+        if spec is None:
+            return jnp.sum(squares)
+        axes = matrix_axes(spec, c.shape)
+        return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
+
+    def clip(c, squared):
+        return c / jnp.maximum(1.0, jnp.sqrt(squared) / clip_norm).astype(squared.dtype)
+
+    if scope == "global":
+        total = sum(squared_norm(c, None) for c in corrected if c is not None)
+        return [None if c is None else clip(c, total) for c in corrected]
+    return [
+        None if c is None else clip(c, squared_norm(c, spec))
+        for c, spec in zip(corrected, numbers, strict=True)
+    ]
+
+
+def _store(updates: Any, last_grad: Any) -> Any:
+    """The gradient in the state's dtypes, or the old one where any entry would not be finite."""
+    cast = jax.tree.map(
+        lambda g, last: None if g is None else jnp.asarray(g, last.dtype),
+        updates,
+        last_grad,
+        is_leaf=_checks.is_none,
+    )
+    finite = all_finite(cast)
+    return jax.tree.map(
+        lambda g, last: last if g is None else jnp.where(finite, g, last),
+        cast,
+        last_grad,
+        is_leaf=_checks.is_none,
+    )
