@@ -259,9 +259,11 @@ def multi_steps(
     options = {"use_grad_mean": use_grad_mean, "should_skip_update_fn": should_skip_update_fn}
     plain = optax.MultiSteps(tx, every_k_schedule, **options)  # type: ignore[arg-type]
 
-    # MultiSteps accumulates in trees like its parameters: give it a pair of them.
+    # MultiSteps accumulates in trees like its parameters, and some versions expect updates like
+    # them too: all three are pairs.
     def update_pair(updates, state, params=None, **extra_args):
-        return tx.update(updates, state, params.grad, **extra_args)
+        updates, state = tx.update(updates, state, params.grad, **extra_args)
+        return MarsGrads(updates, updates), state
 
     of_pairs = optax.MultiSteps(
         optax.GradientTransformationExtraArgs(lambda pair: tx.init(pair.grad), update_pair),
@@ -283,7 +285,8 @@ def multi_steps(
         pair = MarsGrads(*_as_pair(updates, prev_grad))
         if params is None:
             raise ValueError("`params` is missing, got None: call `update(grads, state, params)`.")
-        return of_pairs.update(pair, state, MarsGrads(params, params), **extra_args)
+        updates, state = of_pairs.update(pair, state, MarsGrads(params, params), **extra_args)
+        return updates.grad, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
