@@ -1,0 +1,1 @@
+"""Runnable examples of mars_optax."""

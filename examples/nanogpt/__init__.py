@@ -1,0 +1,9 @@
+"""A GPT-2 trainer: `python -m examples.nanogpt.train`.
+
+data.py         corpora and batches
+model.py        the network and its loss
+optimizers.py   optimizers and schedules by name
+train.py        the command line and the loop
+sample.py       text from a model
+plot.py         the loss curve
+"""

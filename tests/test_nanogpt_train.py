@@ -1,0 +1,215 @@
+"""The trainer end to end on a tiny corpus, and its optimizers by name."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.nanogpt import model, optimizers, train
+
+STEPS = 20
+MARS = [name for name in optimizers.NAMES if name.startswith("mars_")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("All the world's a stage, and all the men and women merely players.\n" * 60)
+    return path
+
+
+def tiny(text, optimizer="mars_m", **changes) -> train.Config:
+    shape = model.GPTConfig(layers=2, heads=2, width=16, context=16, bias=False)
+    config = dataclasses.replace(
+        train.default_config("demo", optimizer),
+        model=shape,
+        steps=STEPS,
+        batch_size=4,
+        micro_batch_size=4,
+        warmup=5,
+        eval_every=10,
+        eval_windows=8,
+        log_every=5,
+        sample_tokens=8,
+        optimizer=optimizer,
+        data=str(text),
+        out_dir=text.parent / "run",
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def rows_of(config: train.Config) -> list[dict]:
+    lines = (config.directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "exact"),
+    [("adamw", False), ("muon", False), ("mars_adamw", True), ("mars_m", False)],
+)
+def test_a_run_from_end_to_end(optimizer, exact, text, capsys):
+    config = tiny(text, optimizer, exact=exact)
+    loss = train.train(config)
+    rows = rows_of(config)
+    losses = [row["train_loss"] for row in rows if "train_loss" in row]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+    assert loss < losses[0] - 0.5
+    validations = [
+        (row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row
+    ]
+    assert [step for step, _ in validations] == [10, 20] and validations[-1][1] == loss
+    assert [row["step"] for row in rows if "train_loss" in row] == [1, 5, 10, 15, 20]
+    image = config.directory / "loss.png"
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    output = capsys.readouterr().out
+    assert f"final validation loss {loss:.4f} nats per byte" in output and str(image) in output
+    summary = json.loads((config.directory / "summary.json").read_text())
+    assert summary["validation_loss"] == loss and summary["optimizer"] == optimizer
+
+
+def test_a_finished_run_is_not_overwritten_silently(text):
+    config = tiny(text, "adamw", steps=2, sample_tokens=0)
+    first = train.train(config)
+    before = (config.directory / "metrics.jsonl").read_bytes()
+    with pytest.raises(train.TrainingError, match="holds a finished run: pass --overwrite"):
+        train.train(config)
+    assert (config.directory / "metrics.jsonl").read_bytes() == before
+    assert train.train(dataclasses.replace(config, overwrite=True)) == first  # and reproducible
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_micro_batches_give_the_step_of_the_whole_batch(exact, text):
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 8, 17), dtype=np.int32)
+    results = []
+    for size in (8, 2):
+        config = tiny(text, "mars_adamw", exact=exact, batch_size=8, micro_batch_size=size)
+        shape = dataclasses.replace(config.model, vocab_size=256)
+        graphdef, params = model.define(shape)[0], model.init(shape, 0)
+        rate = optimizers.schedule("constant", 1e-2, 10, 0, 0.0)
+        tx = optimizers.build(
+            "mars_adamw", rate, rate, weight_decay=0.0, gamma=0.5, steps=10, exact=exact
+        )
+        step = train.make_train_step(graphdef, tx, config)
+        state = jax.jit(tx.init)(params)
+        for i in range(2):
+            params, state, numbers = step(params, state, tokens[i], np.int32(i))
+        results.append((params, numbers))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text):
+    with pytest.raises(train.TrainingError, match=r"loss of step \d+ is nan: use a lower"):
+        train.train(tiny(text, "adamw", learning_rate=1e30, warmup=0))
+    assert not (text.parent / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"), [(n, False) for n in optimizers.NAMES] + [(n, True) for n in MARS]
+)
+def test_every_optimizer_takes_the_models_parameters(name, exact):
+    config = model.GPTConfig(layers=2, heads=2, width=16, context=16, vocab_size=256)
+    _, shapes = model.define(config)
+    rate = optimizers.schedule("cosine", 1e-3, 10, 2, 0.0)
+    tx = optimizers.build(name, rate, rate, weight_decay=0.1, gamma=0.025, steps=10, exact=exact)
+
+    def step(params):
+        state = tx.init(params)
+        extra = {"prev_grad": params} if exact else {}
+        updates, new_state = tx.update(params, state, params, **extra)
+        return updates, state, new_state
+
+    updates, state, new_state = jax.eval_shape(step, shapes)
+    assert updates == shapes
+    assert state == new_state  # shapes and dtypes stay
+
+
+def test_labels_go_by_path_not_by_axes():
+    config = model.GPTConfig(layers=3, heads=2, width=16, context=16, vocab_size=256, bias=True)
+    _, params = model.define(config)
+    decayed = optimizers.is_matrix(params)
+    assert decayed["blocks"]["mlp_in"] == {"kernel": True, "bias": False}  # bias is [L, 4 D]
+    assert decayed["blocks"]["mlp_norm"] == {"scale": False, "bias": False}
+    assert decayed["token_embedding"] == {"embedding": True}
+    kernels = optimizers.kernel_dimensions(params)
+    assert kernels["blocks"]["mlp_in"]["kernel"].output_axis == 2
+    assert kernels["blocks"]["mlp_in"]["bias"] is None
+    assert kernels["token_embedding"]["embedding"] is None
+    matrices = optimizers.matrix_dimensions(params)
+    assert matrices["token_embedding"]["embedding"].output_axis == 1
+    assert matrices["final_norm"]["scale"] is None
+
+
+def test_decay_leaves_biases_and_norms_alone():
+    config = model.GPTConfig(layers=2, heads=2, width=16, context=16, vocab_size=256)
+    _, shapes = model.define(config)
+    params, zeros = (
+        jax.tree.map(lambda leaf, fill=fill: jnp.full(leaf.shape, fill, jnp.float32), shapes)
+        for fill in (1.0, 0.0)
+    )
+    rate = optimizers.schedule("constant", 0.5, 10, 0, 0.0)
+    for name in ("adamw", "mars_adamw", "mars_m"):
+        tx = optimizers.build(name, rate, rate, weight_decay=0.1, gamma=0.025, steps=10)
+        updates = jax.jit(lambda p, z, tx=tx: tx.update(z, tx.init(p), p)[0])(params, zeros)
+        matrix = optimizers.is_matrix(params)
+        expected = jax.tree.map(lambda p, m: -0.05 * p * m, params, matrix)
+        for one, other in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-7, err_msg=name)
+
+
+def test_schedules():
+    cosine, wsd, constant = (
+        np.array([float(optimizers.schedule(name, 2.0, 100, 10, 0.1)(i)) for i in range(101)])
+        for name in ("cosine", "wsd", "constant")
+    )
+    for values in (cosine, wsd, constant):
+        np.testing.assert_allclose(values[:10], 0.2 * np.arange(1, 11), rtol=1e-6)
+    assert cosine[55] == pytest.approx(1.1) and cosine[100] == pytest.approx(0.2)
+    assert (wsd[10:81] == 2.0).all() and wsd[90] == pytest.approx(1.1)
+    assert wsd[100] == pytest.approx(0.2) and (constant[10:] == 2.0).all()
+    assert float(optimizers.schedule("cosine", 2.0, 100, 0, 0.0)(0)) == 2.0
+
+
+def test_the_fallbacks_rate_follows_the_chosen_one():
+    assert optimizers.learning_rates("mars_adamw", "small") == (6e-3, 3e-3)
+    assert optimizers.learning_rates("mars_adamw", "small", 2e-3) == (2e-3, 1e-3)
+    assert optimizers.learning_rates("mars_m", "small") == (6e-3, 6e-3)
+
+
+def test_the_command_line_shows_and_takes_the_presets_values():
+    config = train.parse(["--preset", "small", "--optimizer=mars_adamw", "--layers", "2"])
+    assert (config.batch_size, config.learning_rate, config.weight_decay) == (480, 6e-3, 0.01)
+    assert config.model == dataclasses.replace(model.PRESETS["small"], layers=2)
+    assert str(config.directory) == "runs/small-mars_adamw"
+    assert train.parse([]) == train.default_config()
+    assert train.parse(["--optimizer", "mars_m", "--exact"]).directory.name == "demo-mars_m-exact"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere"], "nowhere: no such file or folder"),
+        (["--optimizer", "adamw", "--exact"], "--exact needs one of mars_adamw"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--steps", "0"], "--steps is 0: use a number of at least 1"),
+        (["--batch-size", "6"], "--batch-size 6 is not a multiple of --micro-batch-size 4"),
+    ],
+)
+def test_wrong_flags_end_with_one_clear_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        train.main()
