@@ -45,8 +45,8 @@ def mars_vr(
     ``optax.chain(mars_vr(0.025, b1=0.95), optax.scale_by_adam(0.95, 0.99))``.
 
     The correction and its norm are computed in float32 or wider and returned in the gradient's
-    dtype. Where any entry of a gradient tree is not finite, the whole tree is left out of the
-    state: `last_grad` keeps the last finite gradient.
+    dtype. Where any entry of a gradient tree is not finite (or a norm overflows), the whole tree is
+    left out of the state: `last_grad` keeps the last finite gradient.
 
     Args:
         gamma: The scale of the variance reduction, at least 0, or a schedule: a function of the
@@ -129,13 +129,15 @@ def mars_vr(
             None if g is None else _correct(g, p, scale)
             for g, p in zip(grads, previous_leaves, strict=True)
         ]
-        if clip_norm is not None:
-            numbers = resolve(weight_dimension_numbers, updates)
-            corrected = _clip(corrected, clip_norm, clip_scope, numbers)
+        numbers = resolve(weight_dimension_numbers, updates)
+        if clip_norm is None:
+            finite = None
+        else:
+            corrected, finite = _clip(corrected, clip_norm, clip_scope, numbers)
         corrected = [
             None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
         ]
-        last_grad = None if exact else _store(updates, state.last_grad)
+        last_grad = None if exact else _store(updates, state.last_grad, finite)
         count = optax.safe_increment(state.count)
         return structure.unflatten(corrected), MarsVRState(count, last_grad)
 
@@ -189,8 +191,11 @@ def _correct(grad: jax.Array, previous: jax.Array, scale: Any) -> jax.Array:
     return grad + jnp.asarray(scale, jnp.finfo(dtype).dtype) * (grad - previous)
 
 
-def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> list:
-    """Divides by max(1, norm / clip_norm); the leaves are float32 or wider, or None."""
+def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> tuple[list, jax.Array]:
+    """Divides by max(1, norm / clip_norm); also tells whether all norms are finite.
+
+    The leaves are float32 or wider, or None.
+    """
 
     def squared_norm(c, spec):
         squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
@@ -204,22 +209,31 @@ def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> list:
 
     if scope == "global":
         total = sum(squared_norm(c, None) for c in corrected if c is not None)
-        return [None if c is None else clip(c, total) for c in corrected]
-    return [
-        None if c is None else clip(c, squared_norm(c, spec))
-        for c, spec in zip(corrected, numbers, strict=True)
-    ]
+        norms = [None if c is None else total for c in corrected]
+    else:
+        norms = [
+            None if c is None else squared_norm(c, spec)
+            for c, spec in zip(corrected, numbers, strict=True)
+        ]
+    clipped = [None if c is None else clip(c, n) for c, n in zip(corrected, norms, strict=True)]
+    return clipped, all_finite(norms)
 
 
-def _store(updates: Any, last_grad: Any) -> Any:
-    """The gradient in the state's dtypes, or the old one where any entry would not be finite."""
+def _store(updates: Any, last_grad: Any, finite: jax.Array | None) -> Any:
+    """The gradient in the state's dtypes, or the old one where any entry would not be finite.
+
+    `finite` is what the clip's norms have told of it already, which saves a pass over it.
+    """
     cast = jax.tree.map(
         lambda g, last: None if g is None else jnp.asarray(g, last.dtype),
         updates,
         last_grad,
         is_leaf=_checks.is_none,
     )
-    finite = all_finite(cast)
+    if finite is None:
+        finite = all_finite(cast)
+    else:  # a float16 store can overflow all the same
+        finite &= all_finite([c for c in jax.tree.leaves(cast) if c.dtype == jnp.float16])
     return jax.tree.map(
         lambda g, last: last if g is None else jnp.where(finite, g, last),
         cast,
