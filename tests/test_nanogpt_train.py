@@ -90,25 +90,27 @@ def test_a_finished_run_is_not_overwritten_silently(text):
     assert train.train(dataclasses.replace(config, overwrite=True)) == first  # and reproducible
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_micro_batches_give_the_step_of_the_whole_batch(exact, text):
-    tokens = np.random.default_rng(0).integers(0, 256, (2, 8, 17), dtype=np.int32)
+def test_micro_batches_give_the_step_of_the_whole_batch(text):
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 256, (2, 8, 17), dtype=np.int32)
+    shape = model.GPTConfig(layers=1, heads=2, width=16, context=16, vocab_size=256)
+    graphdef, shapes = model.define(shape)
+    start = jax.tree.map(lambda leaf: 0.1 * draw.normal(size=leaf.shape), shapes)
+    rate = optimizers.schedule("constant", 1e-2, 10, 0, 0.0)
+    tx = optimizers.build(
+        "mars_sgdm", rate, rate, weight_decay=0.0, gamma=0.5, steps=10, exact=True
+    )
     results = []
     for size in (8, 2):
-        config = tiny(text, "mars_adamw", exact=exact, batch_size=8, micro_batch_size=size)
-        shape = dataclasses.replace(config.model, vocab_size=256)
-        graphdef, params = model.define(shape)[0], model.init(shape, 0)
-        rate = optimizers.schedule("constant", 1e-2, 10, 0, 0.0)
-        tx = optimizers.build(
-            "mars_adamw", rate, rate, weight_decay=0.0, gamma=0.5, steps=10, exact=exact
-        )
+        config = tiny(text, "mars_sgdm", exact=True, batch_size=8, micro_batch_size=size)
         step = train.make_train_step(graphdef, tx, config)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
         state = jax.jit(tx.init)(params)
         for i in range(2):
             params, state, numbers = step(params, state, tokens[i], np.int32(i))
         results.append((params, numbers))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text):

@@ -44,7 +44,11 @@ class Rates(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Defaults of an optimizer. `demo` is tuned here, the others are the MARS authors' or near."""
+    """Defaults of an optimizer.
+
+    For AdamW, Muon, MARS-AdamW and MARS-M `demo` comes from short runs on the default corpus and
+    the larger presets from the MARS authors' settings; the other rates are untuned guesses.
+    """
 
     rates: Rates
     fallback: Rates | None = None  # AdamW's, for what the optimizer leaves to it; None: the same
