@@ -113,10 +113,33 @@ def test_micro_batches_give_the_step_of_the_whole_batch(text):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(text):
-    with pytest.raises(train.TrainingError, match=r"loss of step \d+ is nan: use a lower"):
-        train.train(tiny(text, "adamw", learning_rate=1e30, warmup=0))
+def test_losses_that_stay_non_finite_stop_the_run(text):
+    bad = tiny(text, "adamw", learning_rate=1e30, warmup=0, eval_every=20)
+    with pytest.raises(train.TrainingError, match=r"10 steps in a row.*is not finite: use a lower"):
+        train.train(bad)
+    with pytest.raises(train.TrainingError, match="the validation loss is nan: use a lower"):
+        train.train(dataclasses.replace(bad, eval_every=5))
     assert not (text.parent / "run" / "summary.json").exists()
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(text):
+    shape = model.GPTConfig(layers=1, heads=2, width=16, context=16, vocab_size=256)
+    graphdef, _ = model.define(shape)
+    params = model.init(shape, 0)
+    config = tiny(text, "mars_m", model=shape)
+    rate = optimizers.schedule("constant", 1e-2, 10, 0, 0.0)
+    tx = optimizers.build("mars_m", rate, rate, weight_decay=0.0, gamma=0.5, steps=10)
+    step = train.make_train_step(graphdef, tx, config)
+    state = jax.jit(tx.init)(params)
+    bad = jax.tree.map(jnp.copy, params)
+    bad["final_norm"]["scale"] = bad["final_norm"]["scale"].at[0].set(jnp.inf)
+    kept = jax.tree.map(np.asarray, (bad, state))
+    *after, numbers = step(bad, state, np.zeros((4, 17), np.int32), np.int32(0))
+    assert numbers["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, tuple(after), kept)
+    fetched = {"train_loss": np.array([1.0, np.nan, 3.0]), "skipped": np.array([0, 1, 0], bool)}
+    assert train.mean_of_taken(fetched) == {"train_loss": 2.0, "skipped": 1.0}
+    assert train.count_skipped(np.array([True, False, True]), 5, 3, config) == 1
 
 
 @pytest.mark.parametrize(

@@ -366,11 +366,13 @@ def test_previous_gradient_is_what_earlier_links_of_the_chain_made():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_gradient_that_is_not_finite_is_never_stored(bad):
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": None}, {"clip_scope": "global"}], ids=str)
+def test_gradient_that_is_not_finite_is_never_stored(bad, clip):
     rng = np.random.default_rng(4)
     grads = [{"a": rng.normal(size=(2, 2)), "b": rng.normal(size=3)} for _ in range(4)]
     grads[1]["b"][2] = bad
-    library, correct = mars_optax.mars_vr(0.5), oracle.VarianceReduction(0.5)
+    library = mars_optax.mars_vr(0.5, **clip)
+    correct = oracle.VarianceReduction(0.5, **clip)
     state = library.init(to_jax(grads[0]))
     for t, g in enumerate(grads):
         corrected, state = library.update(to_jax(g), state)
@@ -382,6 +384,21 @@ def test_gradient_that_is_not_finite_is_never_stored(bad):
             assert not np.all(np.isfinite(corrected["b"]))
         else:
             assert_close(corrected, expected, 1e-12)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+@pytest.mark.parametrize(
+    "stored, size", [("float16", 1e6), ("bfloat16", 1e100), ("float32", 1e100)]
+)
+def test_gradient_that_overflows_where_it_is_stored_is_not_stored(stored, size, clip_norm):
+    """An infinite `last_grad` would make every later correction NaN."""
+    vr = mars_optax.mars_vr(clip_norm=clip_norm, grad_dtype=stored)
+    ones = jnp.ones((2, 2))
+    _, state = vr.update(ones, vr.init(ones))
+    _, state = vr.update(size * ones, state)
+    np.testing.assert_array_equal(state.last_grad, ones)
+    corrected, _ = vr.update(0.1 * ones, state)
+    assert np.all(np.isfinite(corrected))
 
 
 # Newton-Schulz

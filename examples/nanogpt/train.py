@@ -3,8 +3,12 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +24,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from examples.nanogpt import data, model, optimizers, plot, sample
+from examples.nanogpt.checkpoint import Checkpoints
 from mars_optax import value_and_grads
 
 PROGRAM = "python -m examples.nanogpt.train"
@@ -45,6 +50,8 @@ class Config:
     """Decoupled, of matrices only."""
     eval_every: int
     """Steps between validations."""
+    checkpoint_every: int
+    """Steps between checkpoints; 0 for none."""
 
     preset: Literal["demo", "small", "medium", "large", "xl"] = "demo"
     optimizer: optimizers.Name = "mars_m"
@@ -64,7 +71,13 @@ class Config:
     out_dir: Path | None = None
     """For metrics and plot; runs/<preset>-<optimizer> by default."""
     overwrite: bool = False
-    """Replace a finished run in out_dir."""
+    """Replace the run in out_dir."""
+    resume: bool = False
+    """Go on with the unfinished run in out_dir from its newest checkpoint, to the same numbers."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep."""
+    max_skipped: int = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     eval_windows: int = 256
@@ -88,9 +101,17 @@ class Config:
     def micro_batches(self) -> int:
         return self.batch_size // self.micro_batch_size
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the numbers of a run depend on, in JSON's types."""
+        shown = dataclasses.asdict(self)
+        return json.loads(
+            json.dumps({k: v for k, v in shown.items() if k not in _FREE_TO_CHANGE}, default=str)
+        )
+
     def check(self) -> None:
         positive = ("steps", "batch_size", "micro_batch_size", "log_every", "eval_every")
-        for name in (*positive, "eval_windows"):
+        for name in (*positive, "eval_windows", "keep_checkpoints", "max_skipped"):
             if getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} is {getattr(self, name)}: use a number of at least 1.")
@@ -101,6 +122,12 @@ class Config:
             )
         if self.prompt == "":
             raise ValueError("--prompt is empty: give at least one character, or leave it out.")
+
+
+# Settings that a resumed run may change.
+_FREE_TO_CHANGE = {"cache_dir", "out_dir", "overwrite", "resume", "keep_checkpoints", "max_skipped"}
+_FREE_TO_CHANGE |= {"checkpoint_every", "eval_every", "eval_windows", "log_every"}
+_FREE_TO_CHANGE |= {"sample_tokens", "prompt", "temperature"}
 
 
 def default_config(preset: str = "demo", optimizer: str = "mars_m") -> Config:
@@ -115,6 +142,7 @@ def default_config(preset: str = "demo", optimizer: str = "mars_m") -> Config:
         warmup=100 if small else 2000,
         weight_decay=optimizers.RECIPES[optimizer].weight_decay,
         eval_every=250 if small else 1000,
+        checkpoint_every=250 if small else 1000,
     )
 
 
@@ -129,6 +157,9 @@ def parse(arguments: Sequence[str]) -> Config:
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[Config], default=default, args=arguments, prog=PROGRAM
     )
+
+
+_WHEN_NOT_FINITE = "use a lower --learning-rate, a longer --warmup, or --dtype float32."
 
 
 class TrainingError(RuntimeError):
@@ -172,10 +203,17 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(config.seed), step)
         compute = differentiate if config.micro_batches == 1 else accumulate
         loss, grads = compute(params, opt_state, tokens, key)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        updates, new_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
         grad_norm = optax.tree.norm(grads.grad if config.exact else grads)
-        return params, opt_state, {"train_loss": loss, "grad_norm": grad_norm}
+        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))  # of both, if a pair
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (new_params, new_state),
+            (params, opt_state),
+        )
+        numbers = {"train_loss": loss, "grad_norm": grad_norm, "skipped": ~finite}
+        return params, opt_state, numbers
 
     return train_step
 
@@ -183,10 +221,13 @@ def make_train_step(
 class Metrics:
     """metrics.jsonl: one line per event, written at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resume_at: int = 0) -> None:
+        """Starts a new file, or keeps the lines up to step `resume_at` of an old one."""
+        rows = plot.read_metrics(path) if resume_at else []
+        rows = [row for row in rows if row["step"] <= resume_at]
         self.path = path
-        self.start = time.perf_counter()
-        path.write_text("")
+        self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0.0)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, step: int, **values: float) -> None:
         row = {"step": step, **values, "seconds": time.perf_counter() - self.start}
@@ -225,9 +266,20 @@ def train(config: Config) -> float:
         f"{config.learning_rate:g} on {jax.default_backend()}"
     )
 
-    metrics = Metrics(directory / "metrics.jsonl")
+    training = (params, jax.jit(optimizer.init)(params))
+    checkpoints = Checkpoints(directory / "checkpoints", config.keep_checkpoints)
+    start = 0
+    if config.resume:
+        start, training = restore(checkpoints, training, config)
+        print(f"resuming after step {start:,}")
+    metrics = Metrics(directory / "metrics.jsonl", resume_at=start)
     image = directory / "loss.png"
-    params, loss = loop(config, graphdef, params, optimizer, rate, corpus, metrics, image)
+    try:
+        params, loss = loop(
+            config, graphdef, training, start, optimizer, rate, corpus, metrics, image, checkpoints
+        )
+    finally:
+        checkpoints.close()
     if config.sample_tokens:
         print(sample_text(config, graphdef, params, corpus))
     write_summary(directory, config, loss)
@@ -236,53 +288,83 @@ def train(config: Config) -> float:
     return loss
 
 
+def restore(
+    checkpoints: Checkpoints, training: Any, config: Config
+) -> tuple[int, tuple[model.Params, optax.OptState]]:
+    """The newest checkpoint's step and arrays, if it was made with these settings."""
+    found = checkpoints.restore(training)
+    if found is None:
+        raise TrainingError(
+            f"{config.directory} has no checkpoint to resume from: leave --resume out to start "
+            "anew."
+        )
+    step, training, settings = found
+    for name, value in config.settings.items():
+        if settings.get(name) != value:
+            raise TrainingError(
+                f"the checkpoint was made with {name} = {settings.get(name)}, not {value}: resume "
+                "with the same flags, or start anew in another --out-dir."
+            )
+    return step, training
+
+
 def loop(
     config: Config,
     graphdef: nnx.GraphDef,
-    params: model.Params,
+    training: tuple[model.Params, optax.OptState],
+    start: int,
     optimizer: optax.GradientTransformationExtraArgs,
     rate: optax.Schedule,
     corpus: data.Corpus,
     metrics: Metrics,
     image: Path,
+    checkpoints: Checkpoints,
 ) -> tuple[model.Params, float]:
     """The steps, logged and validated as they go: the last parameters and validation loss."""
     size, context, vocab = config.batch_size, config.model.context, corpus.vocab_size
-    opt_state = jax.jit(optimizer.init)(params)
+    params, opt_state = training
     train_step = make_train_step(graphdef, optimizer, config)
     eval_loss = jax.jit(partial(model.loss, graphdef))
     pending: list[dict[str, jax.Array]] = []  # numbers not fetched from the device yet
-    validation_loss = float("nan")
+    validation_loss, skipped_in_a_row = float("nan"), 0
+    if start == config.steps:  # stopped between the last checkpoint and the end
+        validation_loss = validate(config, eval_loss, params, corpus)
+    terminated = catch_sigterm()
     bar = tqdm(
         total=config.steps,
+        initial=start,
         unit="step",
         dynamic_ncols=True,
         mininterval=0.5 if sys.stderr.isatty() else 10.0,  # a log file wants fewer lines
     )
     started, timed = time.perf_counter(), 0
     with bar:
-        for step in range(config.steps):
+        for step in range(start, config.steps):
             tokens = data.batch(corpus.train, config.seed, step, size, context, vocab)
             params, opt_state, numbers = train_step(params, opt_state, tokens, np.int32(step))
             pending.append(numbers)
             timed += 1
             done = step + 1
             last = done == config.steps
+            saves = config.checkpoint_every > 0 and (
+                done % config.checkpoint_every == 0 or last or terminated.is_set()
+            )
             # Fetching waits for the device: not at every step.
-            if done == 1 or done % config.log_every == 0 or last:
+            if done == 1 or done % config.log_every == 0 or last or saves:
                 fetched = {
                     key: np.array([row[key] for row in jax.device_get(pending)])
                     for key in pending[0]
                 }
-                check_finite(fetched["train_loss"], done)
+                skipped_in_a_row = count_skipped(fetched["skipped"], skipped_in_a_row, done, config)
                 speed = timed * size * context / (time.perf_counter() - started)
-                means = {key: float(values.mean()) for key, values in fetched.items()}
+                means = mean_of_taken(fetched)
                 metrics.write(
                     done, **means, learning_rate=float(rate(step)), tokens_per_second=speed
                 )
-                bar.set_postfix_str(
-                    f"loss {means['train_loss']:.3f}, {speed:,.0f} tokens/s", refresh=False
-                )
+                if "train_loss" in means:
+                    bar.set_postfix_str(
+                        f"loss {means['train_loss']:.3f}, {speed:,.0f} tokens/s", refresh=False
+                    )
                 pending, started, timed = [], time.perf_counter(), 0
             bar.update()
             if done % config.eval_every == 0 or last:
@@ -291,17 +373,53 @@ def loop(
                 tqdm.write(f"step {done:6,}  validation loss {validation_loss:.4f}", sys.stdout)
                 plot.draw(metrics.path, image, config.name, unit(corpus))
                 started = time.perf_counter()
+            if saves:  # after the metrics, which a resumed run takes over
+                checkpoints.save(done, (params, opt_state), config.settings)
+            if terminated.is_set() and not last:
+                raise Terminated(done, config)
     return params, validation_loss
 
 
-def check_finite(losses: np.ndarray, done: int) -> None:
-    """Raises where one of the last losses, the newest being that of step `done`, is not finite."""
-    bad = np.flatnonzero(~np.isfinite(losses))
-    if bad.size:
-        raise TrainingError(
-            f"the loss of step {done - len(losses) + int(bad[0]) + 1} is {losses[bad[0]]}: use a "
-            "lower --learning-rate, a longer --warmup, or --dtype float32."
-        )
+class Terminated(Exception):
+    """SIGTERM came: what is done is saved, and the program ends as if it had finished."""
+
+    def __init__(self, done: int, config: Config) -> None:
+        advice = f"a checkpoint is in {config.directory}: go on with --resume"
+        if config.checkpoint_every == 0:
+            advice = "checkpoints are off (--checkpoint-every 0), nothing is saved"
+        super().__init__(f"stopped by SIGTERM after step {done:,}; {advice}.")
+
+
+def catch_sigterm() -> threading.Event:
+    """An event that SIGTERM sets, so that the loop can end between two steps."""
+    event = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: event.set())
+    return event
+
+
+def count_skipped(skipped: np.ndarray, before: int, done: int, config: Config) -> int:
+    """Steps in a row, up to step `done`, that were skipped; raises where they are too many."""
+    in_a_row = before
+    for i, this in enumerate(skipped):
+        in_a_row = in_a_row + 1 if this else 0
+        if in_a_row >= config.max_skipped:
+            raise TrainingError(
+                f"the loss or gradient of {in_a_row} steps in a row, the last being step "
+                f"{done - len(skipped) + i + 1}, is not finite: {_WHEN_NOT_FINITE}"
+            )
+    return in_a_row
+
+
+def mean_of_taken(fetched: dict[str, np.ndarray]) -> dict[str, float]:
+    """Means over the steps that were taken; and how many were skipped, if any."""
+    taken = ~fetched["skipped"]
+    means = {
+        key: float(values[taken].mean())
+        for key, values in fetched.items()
+        if key != "skipped" and taken.any()
+    }
+    return means if taken.all() else {**means, "skipped": float((~taken).sum())}
 
 
 def validate(
@@ -315,7 +433,10 @@ def validate(
     windows = data.fixed_windows(
         corpus.validation, config.eval_windows, size, context, corpus.vocab_size
     )
-    return float(np.mean(jax.device_get([eval_loss(params, tokens) for tokens in windows])))
+    loss = float(np.mean(jax.device_get([eval_loss(params, tokens) for tokens in windows])))
+    if not math.isfinite(loss):
+        raise TrainingError(f"the validation loss is {loss}: {_WHEN_NOT_FINITE}")
+    return loss
 
 
 def sample_text(
@@ -344,16 +465,26 @@ def unit(corpus: data.Corpus) -> str:
 
 
 def prepare_directory(config: Config) -> Path:
-    """Makes the run's directory; a finished run in it is an error unless it may be replaced."""
+    """Makes the run's directory; a run in it is an error unless it may be replaced or resumed."""
     directory = config.directory
-    summary = directory / "summary.json"
-    if summary.exists() and not config.overwrite:
-        raise TrainingError(
-            f"{directory} holds a finished run: pass --overwrite to replace it, or another "
-            "--out-dir."
-        )
+    summary, checkpoints = directory / "summary.json", directory / "checkpoints"
+    if not config.overwrite:
+        if summary.exists():
+            raise TrainingError(
+                f"{directory} holds a finished run: pass --overwrite to replace it, or another "
+                "--out-dir."
+            )
+        if not config.resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
+            raise TrainingError(
+                f"{directory} holds an unfinished run: pass --resume to go on with it, --overwrite "
+                "to replace it, or another --out-dir."
+            )
+    elif config.resume:
+        raise TrainingError("--resume and --overwrite exclude each other: pass one of them.")
     directory.mkdir(parents=True, exist_ok=True)
-    summary.unlink(missing_ok=True)
+    if config.overwrite:
+        summary.unlink(missing_ok=True)
+        shutil.rmtree(checkpoints, ignore_errors=True)
     return directory
 
 
@@ -367,7 +498,9 @@ def main() -> None:
     config = parse(sys.argv[1:])
     try:
         train(config)
-    except (ValueError, TrainingError, OSError) as error:
+    except Terminated as message:
+        print(message)
+    except (data.DataError, TrainingError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(f"stopped; what was measured is in {config.directory}")
