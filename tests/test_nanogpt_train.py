@@ -47,6 +47,7 @@ def tiny(text, optimizer="mars_m", **changes) -> train.Config:
         optimizer=optimizer,
         data=str(text),
         out_dir=text.parent / "run",
+        devices=1,
     )
     return dataclasses.replace(config, **changes)
 
@@ -107,7 +108,8 @@ def test_micro_batches_give_the_step_of_the_whole_batch(text):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
         state = jax.jit(tx.init)(params)
         for i in range(2):
-            params, state, numbers = step(params, state, tokens[i], np.int32(i))
+            micro = tokens[i].reshape(-1, size, 17)
+            params, state, numbers = step(params, state, micro, np.int32(i))
         results.append((params, numbers))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -134,7 +136,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(text):
     bad = jax.tree.map(jnp.copy, params)
     bad["final_norm"]["scale"] = bad["final_norm"]["scale"].at[0].set(jnp.inf)
     kept = jax.tree.map(np.asarray, (bad, state))
-    *after, numbers = step(bad, state, np.zeros((4, 17), np.int32), np.int32(0))
+    *after, numbers = step(bad, state, np.zeros((1, 4, 17), np.int32), np.int32(0))
     assert numbers["skipped"]
     jax.tree.map(np.testing.assert_array_equal, tuple(after), kept)
     fetched = {"train_loss": np.array([1.0, np.nan, 3.0]), "skipped": np.array([0, 1, 0], bool)}
@@ -230,11 +232,14 @@ def test_the_command_line_shows_and_takes_the_presets_values():
         (["--optimizer", "adamw", "--exact"], "--exact needs one of mars_adamw"),
         (["--prompt", ""], "--prompt is empty"),
         (["--steps", "0"], "--steps is 0: use a number of at least 1"),
-        (["--batch-size", "6"], "--batch-size 6 is not a multiple of --micro-batch-size 4"),
+        (
+            ["--batch-size", "6"],
+            "--batch-size 6 on 1 devices is not a multiple of --micro-batch-size 4",
+        ),
     ],
 )
 def test_wrong_flags_end_with_one_clear_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    monkeypatch.setattr(sys, "argv", ["train", "--devices", "1", "--steps", "2", *arguments])
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         train.main()

@@ -23,7 +23,7 @@ import tyro
 from flax import nnx
 from tqdm import tqdm
 
-from examples.nanogpt import data, model, optimizers, plot, sample
+from examples.nanogpt import data, model, optimizers, plot, sample, sharding
 from examples.nanogpt.checkpoint import Checkpoints
 from mars_optax import value_and_grads
 
@@ -41,7 +41,7 @@ class Config:
     batch_size: int
     """Sequences a step."""
     micro_batch_size: int
-    """Sequences at a time, whose gradients are averaged."""
+    """Sequences at a time on a device, at most; the gradients of a step's parts are averaged."""
     learning_rate: float
     """The peak of the schedule."""
     warmup: int
@@ -76,6 +76,10 @@ class Config:
     """Go on with the unfinished run in out_dir from its newest checkpoint, to the same numbers."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep."""
+    devices: int = 0
+    """How many devices to use; 0 for all."""
+    fsdp: int = 1
+    """How many of them to split parameters and optimizer state over (and the batch, as always)."""
     max_skipped: int = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite."""
     log_every: int = 10
@@ -97,9 +101,16 @@ class Config:
     def directory(self) -> Path:
         return self.out_dir or Path("runs") / self.name
 
-    @property
-    def micro_batches(self) -> int:
-        return self.batch_size // self.micro_batch_size
+    def micro_batches(self, devices: int) -> int:
+        """How many parts a step's batch is taken in."""
+        own = self.batch_size // devices
+        micro = min(self.micro_batch_size, own)
+        if self.batch_size % devices or own % micro:
+            raise ValueError(
+                f"--batch-size {self.batch_size} on {devices} devices is not a multiple of "
+                f"--micro-batch-size {self.micro_batch_size} on each: change one of them."
+            )
+        return own // micro
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -115,11 +126,6 @@ class Config:
             if getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} is {getattr(self, name)}: use a number of at least 1.")
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"--batch-size {self.batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size}: change one of them."
-            )
         if self.prompt == "":
             raise ValueError("--prompt is empty: give at least one character, or leave it out.")
 
@@ -127,7 +133,7 @@ class Config:
 # Settings that a resumed run may change.
 _FREE_TO_CHANGE = {"cache_dir", "out_dir", "overwrite", "resume", "keep_checkpoints", "max_skipped"}
 _FREE_TO_CHANGE |= {"checkpoint_every", "eval_every", "eval_windows", "log_every"}
-_FREE_TO_CHANGE |= {"sample_tokens", "prompt", "temperature"}
+_FREE_TO_CHANGE |= {"sample_tokens", "prompt", "temperature", "devices", "fsdp"}
 
 
 def default_config(preset: str = "demo", optimizer: str = "mars_m") -> Config:
@@ -167,9 +173,16 @@ class TrainingError(RuntimeError):
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, config: Config
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformationExtraArgs,
+    config: Config,
+    shardings: Any = None,
 ) -> StepFn:
-    """One optimizer step, compiled: (params, opt_state, tokens, step) -> the new ones, numbers."""
+    """One optimizer step, compiled: (params, opt_state, tokens, step) -> the new ones, numbers.
+
+    Tokens are [count, sequences, T + 1]: `count` micro-batches. `shardings` are those of the three
+    results.
+    """
 
     def loss_fn(params: model.Params, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
         return model.loss(graphdef, params, tokens, key)
@@ -179,10 +192,9 @@ def make_train_step(
             return value_and_grads(loss_fn)(params, tokens, key, state=opt_state)
         return jax.value_and_grad(loss_fn)(params, tokens, key)
 
-    def accumulate(params, opt_state, tokens, key):
+    def accumulate(params, opt_state, micro, key):
         """The mean over micro-batches, each with its own dropout."""
-        count = config.micro_batches
-        micro = tokens.reshape(count, -1, tokens.shape[-1])
+        count = len(micro)
         one = partial(differentiate, params, opt_state)
 
         def add(total, inputs):
@@ -196,13 +208,14 @@ def make_train_step(
         total, _ = jax.lax.scan(add, zeros, (micro, jnp.arange(count)))
         return jax.tree.map(lambda x: x / count, total)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, tokens, step):
         key = None
         if config.model.dropout > 0:
             key = jax.random.fold_in(jax.random.key(config.seed), step)
-        compute = differentiate if config.micro_batches == 1 else accumulate
-        loss, grads = compute(params, opt_state, tokens, key)
+        if len(tokens) == 1:
+            loss, grads = differentiate(params, opt_state, tokens[0], key)
+        else:
+            loss, grads = accumulate(params, opt_state, tokens, key)
         updates, new_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         grad_norm = optax.tree.norm(grads.grad if config.exact else grads)
@@ -215,7 +228,7 @@ def make_train_step(
         numbers = {"train_loss": loss, "grad_norm": grad_norm, "skipped": ~finite}
         return params, opt_state, numbers
 
-    return train_step
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=shardings)
 
 
 class Metrics:
@@ -258,15 +271,20 @@ def train(config: Config) -> float:
     for split in (corpus.train, corpus.validation):
         data.check_size(split, config.batch_size, shape.context)
     graphdef, _ = model.define(shape)
+    mesh = sharding.make_mesh(config.devices, config.fsdp)
+    config.micro_batches(mesh.size)  # raises where the batch cannot be split
     params = model.init(shape, config.seed)
+    params = jax.device_put(params, sharding.of_training(mesh, params))
+    devices = "" if mesh.size == 1 else f" ({mesh.size} devices, fsdp {config.fsdp})"
     print(
         f"{corpus.description}\n{corpus.train.size:,} training and {corpus.validation.size:,} "
         f"validation tokens; {model.count(params):,} parameters; {config.steps:,} steps of "
         f"{config.batch_size} x {shape.context} tokens with {config.name.split('-', 1)[1]} at "
-        f"{config.learning_rate:g} on {jax.default_backend()}"
+        f"{config.learning_rate:g} on {jax.default_backend()}{devices}"
     )
 
-    training = (params, jax.jit(optimizer.init)(params))
+    state_shardings = sharding.of_training(mesh, jax.eval_shape(optimizer.init, params))
+    training = (params, jax.jit(optimizer.init, out_shardings=state_shardings)(params))
     checkpoints = Checkpoints(directory / "checkpoints", config.keep_checkpoints)
     start = 0
     if config.resume:
@@ -276,7 +294,17 @@ def train(config: Config) -> float:
     image = directory / "loss.png"
     try:
         params, loss = loop(
-            config, graphdef, training, start, optimizer, rate, corpus, metrics, image, checkpoints
+            config,
+            graphdef,
+            mesh,
+            training,
+            start,
+            optimizer,
+            rate,
+            corpus,
+            metrics,
+            image,
+            checkpoints,
         )
     finally:
         checkpoints.close()
@@ -311,6 +339,7 @@ def restore(
 def loop(
     config: Config,
     graphdef: nnx.GraphDef,
+    mesh: jax.sharding.Mesh,
     training: tuple[model.Params, optax.OptState],
     start: int,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -323,7 +352,8 @@ def loop(
     """The steps, logged and validated as they go: the last parameters and validation loss."""
     size, context, vocab = config.batch_size, config.model.context, corpus.vocab_size
     params, opt_state = training
-    train_step = make_train_step(graphdef, optimizer, config)
+    kept = tuple(sharding.of_training(mesh, tree) for tree in training)
+    train_step = make_train_step(graphdef, optimizer, config, (*kept, sharding.replicated(mesh)))
     eval_loss = jax.jit(partial(model.loss, graphdef))
     pending: list[dict[str, jax.Array]] = []  # numbers not fetched from the device yet
     validation_loss, skipped_in_a_row = float("nan"), 0
@@ -341,6 +371,8 @@ def loop(
     with bar:
         for step in range(start, config.steps):
             tokens = data.batch(corpus.train, config.seed, step, size, context, vocab)
+            micro = tokens.reshape(config.micro_batches(mesh.size), -1, context + 1)
+            tokens = jax.device_put(micro, sharding.of_batch(mesh))
             params, opt_state, numbers = train_step(params, opt_state, tokens, np.int32(step))
             pending.append(numbers)
             timed += 1
