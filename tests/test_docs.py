@@ -51,17 +51,27 @@ def anchors(page):
     return {slug(h) for h in re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)}
 
 
+@contextlib.contextmanager
+def quick_compilation():
+    """These blocks run many small programs once."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
 @every_page
 def test_code_blocks_run(page, tmp_path):
     """Blocks of a page share a namespace, as a reader who copies them would have it."""
     namespace = {"__name__": page.stem}
-    with contextlib.chdir(tmp_path):
+    with contextlib.chdir(tmp_path), quick_compilation():
         for line, code, needs in python_blocks(page):
             if needs and importlib.util.find_spec(needs) is None:
                 continue
             # Padded, so that a traceback names the line of the page.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
-    jax.clear_caches()
 
 
 def test_code_blocks_are_found():
