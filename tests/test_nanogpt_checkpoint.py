@@ -107,13 +107,13 @@ def start(folder, corpus, *flags):
 
 def wait_for_step(folder, step, process):
     metrics = folder / "metrics.jsonl"
-    for _ in range(1200):
+    for _ in range(3600):
         assert process.poll() is None, process.communicate()
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines and json.loads(lines[-1])["step"] >= step:
             return
         time.sleep(0.05)
-    raise AssertionError(f"no step {step} within a minute")
+    raise AssertionError(f"no step {step} within three minutes")
 
 
 def test_sigterm_saves_and_exits_with_0(text, tmp_path):
@@ -121,7 +121,7 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
     process = start(folder, text, "--steps", "1000000", "--checkpoint-every", "1000000")
     wait_for_step(folder, 20, process)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     assert "stopped by SIGTERM after step" in output and "--resume" in output
     done = int(output.split("after step ")[1].split(";")[0].replace(",", ""))
@@ -136,7 +136,7 @@ def test_kill_9_at_any_moment_loses_no_more_than_the_steps_since_the_last_checkp
     steps, every = 120, 2
     flags = ("--steps", str(steps), "--checkpoint-every", str(every))
     whole = start(tmp_path / "whole", text, *flags)
-    assert whole.wait(timeout=120) == 0
+    assert whole.wait(timeout=300) == 0
     folder = tmp_path / "killed"
     process = start(folder, text, *flags)
     for step in (15, 40, 66, 91):
@@ -151,7 +151,7 @@ def test_kill_9_at_any_moment_loses_no_more_than_the_steps_since_the_last_checkp
             first = process.stdout.readline()
         # One checkpoint may be in the making, another waiting for it.
         assert int(first.split()[-1].replace(",", "")) >= reached - 3 * every
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=300) == 0
     ours, theirs = (
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         for path in (folder, tmp_path / "whole")

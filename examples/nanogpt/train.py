@@ -378,8 +378,9 @@ def loop(
             timed += 1
             done = step + 1
             last = done == config.steps
+            stopping = terminated.is_set()  # read once: it may come at any moment
             saves = config.checkpoint_every > 0 and (
-                done % config.checkpoint_every == 0 or last or terminated.is_set()
+                done % config.checkpoint_every == 0 or last or stopping
             )
             # Fetching waits for the device: not at every step.
             if done == 1 or done % config.log_every == 0 or last or saves:
@@ -407,7 +408,7 @@ def loop(
                 started = time.perf_counter()
             if saves:  # after the metrics, which a resumed run takes over
                 checkpoints.save(done, (params, opt_state), config.settings)
-            if terminated.is_set() and not last:
+            if stopping and not last:
                 raise Terminated(done, config)
     return params, validation_loss
 
