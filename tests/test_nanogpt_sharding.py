@@ -25,9 +25,9 @@ def test_rules():
     assert sharding.spec((12, 768), 8) == PartitionSpec(None, "fsdp")  # norms [L, D]
     assert sharding.spec((), 8) == sharding.spec((7, 5), 8) == PartitionSpec()
     with pytest.raises(ValueError, match="--fsdp 3 does not divide the 8 devices"):
-        sharding.make_mesh(8, 3)
+        sharding.make_mesh(jax.devices(), 3, 16)
     with pytest.raises(ValueError, match="--devices is 100, but there are 8"):
-        sharding.make_mesh(100, 1)
+        sharding.choose_devices(100)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_device_holds_an_eighth_of_the_optimizer_state(optimizer, exact):
     tx = optimizers.build(
         optimizer, rate, rate, weight_decay=0.1, gamma=0.025, steps=10, exact=exact
     )
-    mesh = sharding.make_mesh(8, 8)
+    mesh = sharding.make_mesh(jax.devices(), 8, 64)
     state = jax.eval_shape(tx.init, shapes)
     shardings = sharding.of_training(mesh, state)
     size = lambda shape, leaf: np.prod(shape) * leaf.dtype.itemsize  # noqa: E731

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.nanogpt import model, optimizers, train
+from examples.nanogpt import config as configs
+from examples.nanogpt import metrics, model, optimizers, step, train
 
 STEPS = 20
 MARS = [name for name in optimizers.NAMES if name.startswith("mars_")]
@@ -31,10 +32,10 @@ def text(tmp_path):
     return path
 
 
-def tiny(text, optimizer="mars_m", **changes) -> train.Config:
+def tiny(text, optimizer="mars_m", **changes) -> configs.Config:
     shape = model.GPTConfig(layers=2, heads=2, width=16, context=16, bias=False)
     config = dataclasses.replace(
-        train.default_config("demo", optimizer),
+        configs.default_config("demo", optimizer),
         model=shape,
         steps=STEPS,
         batch_size=4,
@@ -52,7 +53,7 @@ def tiny(text, optimizer="mars_m", **changes) -> train.Config:
     return dataclasses.replace(config, **changes)
 
 
-def rows_of(config: train.Config) -> list[dict]:
+def rows_of(config: configs.Config) -> list[dict]:
     lines = (config.directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -104,12 +105,12 @@ def test_micro_batches_give_the_step_of_the_whole_batch(text):
     results = []
     for size in (8, 2):
         config = tiny(text, "mars_sgdm", exact=True, batch_size=8, micro_batch_size=size)
-        step = train.make_train_step(graphdef, tx, config)
+        train_step = step.make_train_step(graphdef, tx, config)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start)
         state = jax.jit(tx.init)(params)
         for i in range(2):
             micro = tokens[i].reshape(-1, size, 17)
-            params, state, numbers = step(params, state, micro, np.int32(i))
+            params, state, numbers = train_step(params, state, micro, np.int32(i))
         results.append((params, numbers))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -131,16 +132,16 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(text):
     config = tiny(text, "mars_m", model=shape)
     rate = optimizers.schedule("constant", 1e-2, 10, 0, 0.0)
     tx = optimizers.build("mars_m", rate, rate, weight_decay=0.0, gamma=0.5, steps=10)
-    step = train.make_train_step(graphdef, tx, config)
+    train_step = step.make_train_step(graphdef, tx, config)
     state = jax.jit(tx.init)(params)
     bad = jax.tree.map(jnp.copy, params)
     bad["final_norm"]["scale"] = bad["final_norm"]["scale"].at[0].set(jnp.inf)
     kept = jax.tree.map(np.asarray, (bad, state))
-    *after, numbers = step(bad, state, np.zeros((1, 4, 17), np.int32), np.int32(0))
+    *after, numbers = train_step(bad, state, np.zeros((1, 4, 17), np.int32), np.int32(0))
     assert numbers["skipped"]
     jax.tree.map(np.testing.assert_array_equal, tuple(after), kept)
     fetched = {"train_loss": np.array([1.0, np.nan, 3.0]), "skipped": np.array([0, 1, 0], bool)}
-    assert train.mean_of_taken(fetched) == {"train_loss": 2.0, "skipped": 1.0}
+    assert metrics.mean_of_taken(fetched) == {"train_loss": 2.0, "skipped": 1.0}
     assert train.count_skipped(np.array([True, False, True]), 5, 3, config) == 1
 
 
@@ -217,12 +218,12 @@ def test_the_fallbacks_rate_follows_the_chosen_one():
 
 
 def test_the_command_line_shows_and_takes_the_presets_values():
-    config = train.parse(["--preset", "small", "--optimizer=mars_adamw", "--layers", "2"])
+    config = configs.parse(["--preset", "small", "--optimizer=mars_adamw", "--layers", "2"])
     assert (config.batch_size, config.learning_rate, config.weight_decay) == (480, 6e-3, 0.01)
     assert config.model == dataclasses.replace(model.PRESETS["small"], layers=2)
     assert str(config.directory) == "runs/small-mars_adamw"
-    assert train.parse([]) == train.default_config()
-    assert train.parse(["--optimizer", "mars_m", "--exact"]).directory.name == "demo-mars_m-exact"
+    assert configs.parse([]) == configs.default_config()
+    assert configs.parse(["--optimizer", "mars_m", "--exact"]).directory.name == "demo-mars_m-exact"
 
 
 @pytest.mark.parametrize(
@@ -231,10 +232,12 @@ def test_the_command_line_shows_and_takes_the_presets_values():
         (["--data", "nowhere"], "nowhere: no such file or folder"),
         (["--optimizer", "adamw", "--exact"], "--exact needs one of mars_adamw"),
         (["--prompt", ""], "--prompt is empty"),
+        (["--min-rate", "1"], "--min-rate 1 is not between 0 and --learning-rate 0.006"),
+        (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
         (["--steps", "0"], "--steps is 0: use a number of at least 1"),
         (
-            ["--batch-size", "6"],
-            "--batch-size 6 on 1 devices is not a multiple of --micro-batch-size 4",
+            ["--devices", "8", "--batch-size", "6"],
+            "--batch-size 6 is not a multiple of the 8 devices",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import optax
 import tyro
 
 from examples.nanogpt import model, optimizers
@@ -111,6 +112,29 @@ class Config:
         own = self.batch_size // devices
         at_most = min(self.micro_batch_size, own)
         return own // max(size for size in range(1, at_most + 1) if own % size == 0)
+
+    @property
+    def gammas(self) -> optax.ScalarOrSchedule:
+        return optimizers.gamma_schedule(self.gamma, self.gamma_end, self.steps)
+
+    def rates(self) -> tuple[optax.Schedule, optax.Schedule]:
+        """The learning rate of every step, and the AdamW fallback's."""
+        share = self.min_rate / self.learning_rate if self.learning_rate else 0.0
+        rate, fallback = (
+            optimizers.schedule(self.schedule, peak, self.steps, self.warmup, share)
+            for peak in optimizers.learning_rates(self.optimizer, self.preset, self.learning_rate)
+        )
+        return rate, fallback
+
+    def build_optimizer(self) -> optax.GradientTransformationExtraArgs:
+        return optimizers.build(
+            self.optimizer,
+            *self.rates(),
+            weight_decay=self.weight_decay,
+            gamma=self.gammas,
+            steps=self.steps,
+            exact=self.exact,
+        )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def flops_per_token(config: GPTConfig, exact: bool) -> float:
 
 
 def utilization(
-    config: GPTConfig, exact: bool, tokens_per_second: float, devices: list[jax.Device]
+    config: GPTConfig, exact: bool, tokens_per_second: float, device: jax.Device, devices: int
 ) -> float | None:
     """MFU: the share of the devices' peak that the model's own operations take."""
-    known = chip(devices[0])
+    known = chip(device)
     if known is None:
         return None
-    return tokens_per_second * flops_per_token(config, exact) / (known.flops * len(devices))
+    return tokens_per_second * flops_per_token(config, exact) / (known.flops * devices)
