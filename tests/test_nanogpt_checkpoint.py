@@ -1,9 +1,11 @@
 """Runs that are stopped, killed or damaged go on to the numbers of a run that was not."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 import test_nanogpt_train
 from test_nanogpt_train import rows_of, tiny
 
-from examples.nanogpt import data, train
+from examples.nanogpt import data, metrics, plot, train
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -89,12 +91,12 @@ def test_what_may_not_be_resumed_or_replaced(text, monkeypatch):
 
 
 # The command line of a run that would take minutes, with a checkpoint every few steps.
-def start(folder, corpus, *flags):
+def start(folder, corpus, *flags, **environment):
     shape = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "16"]
     command = [sys.executable, "-m", "examples.nanogpt.train", *shape, "--optimizer", "mars_m"]
     command += ["--data", str(corpus), "--out-dir", str(folder), "--sample-tokens", "0"]
     command += ["--log-every", "1", "--eval-every", "1000000", "--batch-size", "4", *flags]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -106,10 +108,10 @@ def start(folder, corpus, *flags):
 
 
 def wait_for_step(folder, step, process):
-    metrics = folder / "metrics.jsonl"
+    path = folder / "metrics.jsonl"
     for _ in range(3600):
         assert process.poll() is None, process.communicate()
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
         if lines and json.loads(lines[-1])["step"] >= step:
             return
         time.sleep(0.05)
@@ -126,6 +128,83 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
     assert "stopped by SIGTERM after step" in output and "--resume" in output
     done = int(output.split("after step ")[1].split(";")[0].replace(",", ""))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(done)]
+
+
+def wait_for(condition, process, seconds=180.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def checkpoints_in(folder):
+    """The whole ones, and those in the making."""
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    return [int(n) for n in names if n.isdigit()], [n for n in names if not n.isdigit()]
+
+
+@pytest.mark.slow
+def test_kill_9_while_it_saves_leaves_the_checkpoint_before(text, tmp_path):
+    folder = tmp_path / "killed"
+    flags = ["--steps", "1000000", "--checkpoint-every", "20"]
+    process = start(folder, text, *flags)
+    for _ in range(20):  # a save takes milliseconds: some kills come too late
+        wait_for(lambda: len(checkpoints_in(folder)[0]) > 0, process)
+        wait_for(lambda: len(checkpoints_in(folder)[1]) > 0, process)
+        process.kill()
+        process.wait()
+        whole, in_the_making = checkpoints_in(folder)
+        process = start(folder, text, *flags, "--resume")
+        first = process.stdout.readline()
+        while "resuming after step" not in first:
+            assert first, process.communicate()
+            first = process.stdout.readline()
+        assert int(first.split()[-1].replace(",", "")) == max(whole)
+        if in_the_making:
+            break
+    process.kill()
+    process.wait()
+    assert in_the_making  # a kill did come during a save
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(text, tmp_path):
+    """No file may grow beyond a limit set while it runs: writes fail as they do on a full disk."""
+    folder = tmp_path / "full"
+    flags = ["--steps", "1000000", "--checkpoint-every", "40"]
+    process = start(folder, text, *flags)
+    wait_for(lambda: len(checkpoints_in(folder)[0]) > 0, process)
+    size = (folder / "metrics.jsonl").stat().st_size + 5_000
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 1
+    assert "Traceback" not in errors and "error: " in errors
+    assert "cannot be written" in errors and "--resume" in errors
+    whole, _ = checkpoints_in(folder)
+    process = start(folder, text, *flags, "--resume")
+    wait_for_step(folder, max(whole) + 1, process)
+    process.kill()
+    process.wait()
+
+
+def test_a_full_disk_is_named_when_a_metric_cannot_be_written(text, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+
+    monkeypatch.setattr(metrics.Metrics, "write", full)
+    monkeypatch.setattr(train, "parse", lambda _: tiny(text, "adamw", steps=2))
+    with pytest.raises(SystemExit, match=r"error: .*No space left on device.*metrics\.jsonl"):
+        train.main()
+
+
+def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "seconds": 1.0}\n{"step": 2, "sec')
+    assert [row["step"] for row in plot.read_metrics(path)] == [1]
+    metrics.Metrics(path, resume_at=5).write(3, train_loss=2.0)
+    assert [row["step"] for row in plot.read_metrics(path)] == [1, 3]
 
 
 @pytest.mark.slow

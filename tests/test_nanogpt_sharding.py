@@ -1,15 +1,19 @@
 """One device and eight (virtual) ones train alike, and share the state between them."""
 
 import dataclasses
+import signal
+import socket
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_nanogpt_train
 from jax.sharding import PartitionSpec
+from test_nanogpt_checkpoint import start, wait_for_step
 from test_nanogpt_train import rows_of, tiny
 
-from examples.nanogpt import model, optimizers, sharding, train
+from examples.nanogpt import data, model, optimizers, plot, sharding, train
 
 quick_compilation, text = test_nanogpt_train.quick_compilation, test_nanogpt_train.text
 
@@ -48,9 +52,12 @@ def test_eight_devices_give_the_loss_curve_of_one(optimizer, exact, text):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_another_number_of_devices(text):
+@pytest.mark.parametrize(("optimizer", "exact"), [("mars_m", False), ("mars_adamw", True)])
+def test_a_run_resumes_on_another_number_of_devices(optimizer, exact, text):
     """The same run, resumed on 8 devices from a checkpoint that one device wrote."""
-    config = tiny(text, "mars_m", steps=20, batch_size=8, micro_batch_size=8, log_every=1)
+    config = tiny(
+        text, optimizer, exact=exact, steps=20, batch_size=8, micro_batch_size=8, log_every=1
+    )
     train.train(dataclasses.replace(config, checkpoint_every=10, keep_checkpoints=5))
     expected = losses(config)
     # As if the run had been killed after step 10.
@@ -58,6 +65,65 @@ def test_a_run_resumes_on_another_number_of_devices(text):
     (config.directory / "checkpoints" / "20").rename(config.directory / "gone")
     train.train(dataclasses.replace(config, resume=True, devices=8, fsdp=4))
     np.testing.assert_allclose(losses(config), expected, rtol=0, atol=1e-5)
+
+
+def start_two(folder, corpus, *flags):
+    """The same command for each of two processes, which speak over gloo."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    hosts = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    return [start(folder, corpus, *flags, *hosts, str(i), **gloo) for i in range(2)]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_loss_curve_of_one_device(text, tmp_path):
+    flags = ["--steps", "50", "--fsdp", "2", "--checkpoint-every", "0"]
+    processes = start_two(tmp_path / "two", text, *flags)
+    alone = start(tmp_path / "one", text, *flags[:2])
+    outputs = [process.communicate(timeout=300) for process in (*processes, alone)]
+    assert [process.returncode for process in (*processes, alone)] == [0, 0, 0], outputs
+    assert "(2 devices, fsdp 2)" in outputs[0][0] and outputs[1][0] == ""
+    two, one = (losses_in(tmp_path / name) for name in ("two", "one"))
+    assert len(one) == 51  # of 50 steps and a validation
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_stops_both_and_one_goes_on(text, tmp_path):
+    flags = ["--steps", "400", "--checkpoint-every", "10000", "--fsdp", "2"]
+    folder = tmp_path / "two"
+    processes = start_two(folder, text, *flags)
+    wait_for_step(folder, 5, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "stopped by SIGTERM after step" in outputs[0][0]
+    for name, more in (("two", ["--resume"]), ("one", [])):
+        process = start(tmp_path / name, text, *flags[:4], *more)
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert ("resuming after step" in output) == (name == "two")
+    np.testing.assert_allclose(losses_in(folder), losses_in(tmp_path / "one"), rtol=0, atol=1e-3)
+
+
+def losses_in(folder):
+    rows = plot.read_metrics(folder / "metrics.jsonl")
+    return [row[key] for row in rows for key in ("train_loss", "validation_loss") if key in row]
+
+
+def test_a_process_reads_only_the_rows_of_its_devices():
+    """As if the last two of eight devices were this process's."""
+    mesh = sharding.make_mesh(jax.devices(), 2, 16)
+    batches = sharding.Batches(mesh, 3, 24)
+    split = data.Split("training", [np.arange(1000) % 251], ["file"])
+    whole = data.batch(split, 0, 7, 24, 5, 256)
+    assert batches.of(split) is split
+    np.testing.assert_array_equal(batches.place(whole).reshape(24, 6), whole)
+    batches.rows = np.array([6, 7, 14, 15, 22, 23])
+    read = data.batch(batches.of(split), 0, 7, 24, 5, 256)
+    np.testing.assert_array_equal(read, whole[batches.rows])
 
 
 @pytest.mark.parametrize(("optimizer", "exact"), [("mars_m", False), ("mars_adamw", True)])
@@ -69,10 +135,10 @@ def test_a_device_holds_an_eighth_of_the_optimizer_state(optimizer, exact):
         optimizer, rate, rate, weight_decay=0.1, gamma=0.025, steps=10, exact=exact
     )
     mesh = sharding.make_mesh(jax.devices(), 8, 64)
-    state = jax.eval_shape(tx.init, shapes)
-    shardings = sharding.of_training(mesh, state)
-    size = lambda shape, leaf: np.prod(shape) * leaf.dtype.itemsize  # noqa: E731
-    leaves = list(zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True))
-    total = sum(size(leaf.shape, leaf) for leaf, _ in leaves)
-    share = sum(size(where.shard_shape(leaf.shape), leaf) for leaf, where in leaves)
-    assert share <= total * (1 / 8) * 1.1
+    where = sharding.of_training(mesh, jax.eval_shape(tx.init, shapes))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    state = jax.tree.leaves(jax.jit(tx.init, out_shardings=where)(params))
+    total = sum(leaf.nbytes for leaf in state)
+    for device in range(8):
+        held = sum(leaf.addressable_shards[device].data.nbytes for leaf in state)
+        assert held <= total * (1 / 8) * 1.1

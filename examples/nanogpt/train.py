@@ -376,7 +376,7 @@ def main() -> None:
         else:
             train(config)
     except Terminated as message:
-        print(message)
+        say(str(message))
     except (data.DataError, TrainingError, CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

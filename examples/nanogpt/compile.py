@@ -1,0 +1,267 @@
+"""Compiles a whole training step for TPUs that are not there: `python -m examples.nanogpt.compile`.
+
+It takes the trainer's flags and --topology, asks the real TPU compiler (the package libtpu), and
+prints what the step needs: memory, operations, communication.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    # Before JAX starts: it must neither look for a TPU nor for the cloud's metadata.
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-8",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing runs, so nothing is locked
+    )
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from examples.nanogpt import data, hardware, model, sharding
+from examples.nanogpt.config import Config, parse
+from examples.nanogpt.step import make_train_step
+
+PROGRAM = "python -m examples.nanogpt.compile"
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+
+class Report(NamedTuple):
+    """What a compiled step needs; bytes are those of one device."""
+
+    parameters: int
+    devices: int
+    argument_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    flops: float  # of matrix products, on all devices together
+    model_flops: float  # of the model alone
+    collectives: dict[str, tuple[int, int]]  # by kind: how many, and their bytes
+    compile_seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--json", action="store_true")
+    own, rest = parser.parse_known_args(sys.argv[1:])
+    if {"-h", "--help"} & set(rest):
+        print("--topology v5e:2x4, v5e:16x16, v4:2x2x4, v5p:2x2x2, v6e:4x4, ...; --json for data\n")
+    config = parse(rest, PROGRAM, fsdp=0)
+    try:
+        devices = topology(own.topology)
+        report = compile_step(config, devices)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if own.json:
+        print(json.dumps({"topology": own.topology, "name": config.name, **report._asdict()}))
+    else:
+        print(describe(config, own.topology, devices[0], report))
+
+
+def topology(name: str) -> list[jax.Device]:
+    """The devices of a topology such as "v5e:2x4", which compile but cannot run."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "the TPU compiler is not installed: run `pip install libtpu` (in an environment of its "
+            "own, since a plain `import jax` looks for a TPU where it is installed)."
+        )
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except Exception as error:  # whatever the plugin raises
+        raise ValueError(
+            f"--topology {name} is unknown to the TPU compiler "
+            f"({str(error).splitlines()[0]}): use a generation and its grid, such as v5e:2x4, "
+            "v5e:16x16, v5p:2x2x2 or v6e:4x4."
+        ) from error
+    return list(described.devices)
+
+
+def compile_step(config: Config, devices: list[jax.Device]) -> Report:
+    """Compiles the training step of `config` for these devices."""
+    config.check()
+    shape = config.model
+    if shape.attention == "auto":  # which asks the device at hand
+        shape = dataclasses.replace(shape, attention="xla")
+    if config.preset == "demo":  # its corpus decides
+        shape = dataclasses.replace(shape, vocab_size=data.BYTES)
+    config = dataclasses.replace(config, model=shape)
+    graphdef, params = model.define(shape)
+    optimizer = config.build_optimizer()
+    opt_state = jax.eval_shape(optimizer.init, params)
+    mesh = sharding.make_mesh(devices, config.fsdp, shape.width)
+    batches = sharding.Batches(mesh, config.micro_batches(mesh.size), config.batch_size)
+
+    where = tuple(sharding.of_training(mesh, tree) for tree in (params, opt_state))
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+    training = jax.tree.map(place, (params, opt_state), where)
+    step = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
+    train_step = make_train_step(graphdef, optimizer, config, (*where, sharding.replicated(mesh)))
+    traced = train_step.trace(*training, batches.abstract(shape.context), step)
+    start = time.perf_counter()
+    compiled = traced.lower().compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Report(
+        parameters=model.count(params),
+        devices=mesh.size,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.argument_size_in_bytes + new + memory.temp_size_in_bytes,
+        flops=matrix_flops(traced.jaxpr.jaxpr),
+        model_flops=config.batch_size
+        * shape.context
+        * hardware.flops_per_token(shape, config.exact),
+        collectives=collectives(compiled.as_text()),
+        compile_seconds=seconds,
+    )
+
+
+def describe(config: Config, topology: str, device: jax.Device, report: Report) -> str:
+    chip = hardware.chip(device)
+    mib = lambda count: f"{count / 2**20:,.0f} MiB"  # noqa: E731
+    lines = [
+        f"{config.name} on {topology}: {report.devices} x {device.device_kind}, "
+        f"{config.batch_size} x {config.model.context} tokens a step",
+        f"parameters    {report.parameters:,}",
+        f"memory        {mib(report.argument_bytes)} of arguments and "
+        f"{mib(report.temporary_bytes)} of temporaries a device; peak {mib(report.peak_bytes)}"
+        + (f" of {mib(chip.memory)} ({report.peak_bytes / chip.memory:.0%})" if chip else ""),
+        f"operations    {report.flops:.3e} in matrix products a step, on all devices; loops count "
+        f"as often as they run, and what is computed twice counts twice ({report.model_flops:.3e} for the "
+        "model alone, as MFU counts)",
+    ]
+    if chip:
+        shortest = report.flops / report.devices / chip.flops
+        lines.append(f"at least      {1e3 * shortest:.1f} ms a step, at the chip's bfloat16 peak")
+    lines.append("collectives   a device and step, by kind: number, bytes")
+    lines += [
+        f"  {kind:19} {count:5,}  {mib(size)}"
+        for kind, (count, size) in sorted(report.collectives.items())
+    ] or ["  none"]
+    lines.append(f"compiled in   {report.compile_seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def matrix_flops(jaxpr: Any) -> float:
+    """2 m n k of every matrix product in a program, each as often as its loops run.
+
+    XLA's own count takes the body of a loop once.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+            continue
+        inner = [matrix_flops(sub) for sub in _programs_in(equation.params)]
+        match equation.primitive.name:
+            case "scan":
+                total += equation.params["length"] * sum(inner)
+            case "cond":
+                total += max(inner)
+            case _:
+                total += sum(inner)
+    return total
+
+
+def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+# Of a compiled module's text: `%name (...) -> ... {`, and `%name = type opcode(operands), ...`.
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_CALLS = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """By kind: how many run on a device, loops counted as often as they run, and their bytes.
+
+    Bytes are those of the operands or of the results, whichever is more.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry, body = "", []
+    for line in text.splitlines():
+        if (start := _COMPUTATION.match(line)) is not None:
+            body = bodies.setdefault(start[2], [])
+            entry = start[2] if start[1] else entry
+        else:
+            body.append(line)
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+
+    def visit(name: str, times: int) -> None:
+        bytes_of: dict[str, int] = {}
+        for line in bodies.get(name, ()):
+            if (found := _INSTRUCTION.match(line)) is None:
+                continue
+            result, types, opcode, rest = found.groups()
+            bytes_of[result] = _bytes(types)
+            kind = opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
+                given = sum(bytes_of.get(operand, 0) for operand in operands)
+                # What starts asynchronously has its operands among its results.
+                made = bytes_of[result]
+                if opcode != kind and kind != "all-reduce":
+                    made -= given
+                counts[kind] += times
+                sizes[kind] += times * max(given, made)
+            trips = _TRIPS.search(rest) if opcode == "while" else None
+            for called in _called(rest):
+                visit(called, times * (int(trips[1]) if trips else 1))
+
+    visit(entry, 1)
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def _called(rest: str) -> Iterator[str]:
+    yield from _CALLS.findall(rest)
+    for branches in _BRANCHES.findall(rest):
+        yield from re.findall(r"[\w.-]+", branches)
+
+
+def _bytes(types: str) -> int:
+    """Of all arrays of a type such as `(f32[8,128]{1,0:T(8,128)}, u32[])`."""
+    total = 0
+    for dtype, shape in _ARRAY.findall(types):
+        bits = 8 if dtype == "pred" else int(_BITS.match(dtype)[1]) if _BITS.match(dtype) else 0
+        total += bits * math.prod(map(int, shape.split(","))) if shape else bits
+    return total // 8
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What the compiler's answers mean; with libtpu installed, the answers too."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples.nanogpt import compile, hardware, model
+from examples.nanogpt.config import parse
+
+ROOT = pathlib.Path(__file__).parent.parent
+NO_COMPILER = importlib.util.find_spec("libtpu") is None
+
+
+def ask(*flags):
+    return subprocess.run(
+        [sys.executable, "-m", "examples.nanogpt.compile", *flags],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+
+
+def test_operations_count_loops_as_often_as_they_run():
+    w = jnp.ones((8, 8))
+
+    def program(x):
+        x, _ = jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x)
+        return jax.jit(lambda x: x @ w)(x)
+
+    traced = jax.jit(program).trace(jnp.ones((4, 8)))
+    one = 2 * 4 * 8 * 8
+    assert compile.matrix_flops(traced.jaxpr.jaxpr) == (5 + 2 + 1) * one
+
+
+def test_operations_of_the_model_are_those_of_its_program():
+    """Forward and backward pass of a GPT-2 without biases; position and norms have no products."""
+    shape = model.GPTConfig(3, 2, 32, context=16, vocab_size=256, bias=False, attention="einsum")
+    graphdef, params = model.define(shape)
+    tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    loss = lambda params, tokens: model.loss(graphdef, params, tokens)  # noqa: E731
+    traced = jax.jit(jax.grad(loss)).trace(params, tokens)
+    counted = compile.matrix_flops(traced.jaxpr.jaxpr)
+    assert counted == pytest.approx(2 * 16 * hardware.flops_per_token(shape, exact=False), rel=1e-6)
+
+
+MODULE = """\
+HloModule step
+
+%body (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %x = f32[8,16]{1,0} parameter(0)
+  %ag = f32[64,16]{1,0:T(8,128)} all-gather(%x), channel_id=1, dimensions={0}
+  %rs = f32[1,16]{1,0} reduce-scatter(%x), to_apply=%add
+}
+
+%fused (q: bf16[4,4]) -> bf16[4,4] {
+  %q = bf16[4,4]{1,0} parameter(0)
+  ROOT %ar.1 = bf16[4,4]{1,0} all-reduce(%q), to_apply=%add
+}
+
+ENTRY %main (a: f32[8,16]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %w = (s32[], f32[8,16]) while(%a), body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %f = bf16[4,4]{1,0} fusion(%a), kind=kCustom, calls=%fused
+  %start = (f32[8,16]{1,0}, f32[32,16]{1,0}) all-gather-start(%a), dimensions={0}
+  %done = f32[32,16]{1,0} all-gather-done(%start)
+  ROOT %ar = (f32[8,16]{1,0}, bf16[4,4]{1,0}) all-reduce(%a, %f), to_apply=%add
+}
+"""
+
+
+def test_collectives_count_loops_as_often_as_they_run():
+    assert compile.collectives(MODULE) == {
+        "all-gather": (13, 12 * 64 * 16 * 4 + 32 * 16 * 4),
+        "reduce-scatter": (12, 12 * 8 * 16 * 4),
+        "all-reduce": (2, 4 * 4 * 2 + (8 * 16 * 4 + 4 * 4 * 2)),
+    }
+
+
+def test_a_step_compiled_for_the_devices_at_hand():
+    """The same code for these eight devices: fsdp must gather parameters and reduce gradients."""
+    flags = ["--layers", "1", "--width", "64", "--heads", "2", "--context", "16", "--fsdp", "8"]
+    reports = [
+        compile.compile_step(parse([*flags, *more, "--optimizer", "adamw"]), jax.devices())
+        for more in ([], ["--fsdp", "1"])
+    ]
+    split, whole = reports
+    assert split.parameters == whole.parameters and split.devices == 8
+    assert split.flops == whole.flops > whole.model_flops * 0.99
+    assert split.argument_bytes < whole.argument_bytes / 8 * 1.1
+    assert "all-gather" in split.collectives and "all-gather" not in whole.collectives
+    count, size = whole.collectives["all-reduce"]
+    assert count and size >= 4 * whole.parameters  # of gradients
+
+
+@pytest.mark.skipif(not NO_COMPILER, reason="libtpu is installed")
+def test_without_the_compiler_there_is_one_clear_line():
+    result = ask()
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "error: the TPU compiler is not installed: run `pip install libtpu`" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
+def test_the_demo_on_eight_tpus():
+    result = ask("--topology", "v5e:2x4")
+    assert result.returncode == 0, result.stderr
+    assert "8 x TPU v5 lite" in result.stdout and "all-gather" in result.stdout
+    unknown = ask("--topology", "v5e:banana")
+    assert unknown.returncode == 1 and "--topology v5e:banana is unknown" in unknown.stderr
