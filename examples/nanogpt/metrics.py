@@ -33,8 +33,14 @@ class Metrics:
         if not self.writes:
             return
         row = {"step": step, **values, "seconds": time.perf_counter() - self.start}
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise OSError(
+                f"{self.path} cannot be written ({error.strerror}): make room or mend what it "
+                "says, then go on with --resume."
+            ) from error
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
