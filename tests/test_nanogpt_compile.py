@@ -58,6 +58,7 @@ HloModule step
 %body (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
   %x = f32[8,16]{1,0} parameter(0)
   %ag = f32[64,16]{1,0:T(8,128)} all-gather(%x), channel_id=1, dimensions={0}
+  %again = f32[64,16]{1,0:T(8,128)} all-gather(%x), channel_id=1, dimensions={0}
   %rs = f32[1,16]{1,0} reduce-scatter(%x), to_apply=%add
 }
 

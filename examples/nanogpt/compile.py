@@ -206,13 +206,15 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _CONSTANT = re.compile(r"%?([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
 _LESS = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
     """By kind: how many run on a device, loops counted as often as they run, and their bytes.
 
-    Bytes are those of the operands or of the results, whichever is more.
+    Bytes are those of the operands or of the results, whichever is more. The TPU compiler repeats
+    one that overlaps with other work in several fusions, under one channel: it counts once.
     """
     bodies: dict[str, list[str]] = {}
     entry, body = "", []
@@ -224,6 +226,7 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
             body.append(line)
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
+    channels: set[str] = set()
 
     def visit(name: str, times: int) -> None:
         bytes_of: dict[str, int] = {}
@@ -240,8 +243,12 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
                 made = bytes_of[result]
                 if opcode != kind and kind != "all-reduce":
                     made -= given
-                counts[kind] += times
-                sizes[kind] += times * max(given, made)
+                channel = _CHANNEL.search(rest)
+                if channel is None or channel[1] not in channels:
+                    counts[kind] += times
+                    sizes[kind] += times * max(given, made)
+                if channel is not None:
+                    channels.add(channel[1])
             trips = _trips(bodies[_CONDITION.search(rest)[1]]) if opcode == "while" else 1
             for called in _called(rest):
                 visit(called, times * trips)

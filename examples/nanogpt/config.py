@@ -172,7 +172,7 @@ _FREE_TO_CHANGE |= {"sample_tokens", "prompt", "temperature", "devices", "fsdp",
 _FREE_TO_CHANGE |= {"distributed", "coordinator", "num_processes", "process_id"}
 
 
-def default_config(preset: str = "demo", optimizer: str = "mars_m") -> Config:
+def default_config(preset: Any = "demo", optimizer: Any = "mars_m") -> Config:
     small = preset == "demo"
     rate, _ = optimizers.learning_rates(optimizer, preset)
     return Config(
@@ -187,6 +187,8 @@ def default_config(preset: str = "demo", optimizer: str = "mars_m") -> Config:
         weight_decay=optimizers.RECIPES[optimizer].weight_decay,
         eval_every=250 if small else 1000,
         checkpoint_every=250 if small else 1000,
+        preset=preset,
+        optimizer=optimizer,
     )
 
 

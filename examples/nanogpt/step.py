@@ -16,6 +16,16 @@ from mars_optax import value_and_grads
 StepFn = Callable[..., tuple[model.Params, optax.OptState, dict[str, jax.Array]]]
 
 
+def gather_embeddings(params: model.Params, whole: jax.sharding.Sharding) -> model.Params:
+    """Parameters outside the loop over layers, on every device; those inside are gathered there.
+
+    Left to itself, XLA would split the tied head over the vocabulary instead, and exchange
+    activations and logits of the whole batch.
+    """
+    gather = lambda tree: jax.lax.with_sharding_constraint(tree, whole)  # noqa: E731
+    return {name: tree if name == "blocks" else gather(tree) for name, tree in params.items()}
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -29,6 +39,8 @@ def make_train_step(
     """
 
     def loss_fn(params: model.Params, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
+        if shardings is not None:
+            params = gather_embeddings(params, shardings[-1])
         return model.loss(graphdef, params, tokens, key)
 
     def differentiate(params, opt_state, tokens, key):
