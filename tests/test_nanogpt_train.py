@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.nanogpt import config as configs
-from examples.nanogpt import metrics, model, optimizers, step, train
+from examples.nanogpt import data, hardware, metrics, model, optimizers, sharding, step, train
 
 STEPS = 20
 MARS = [name for name in optimizers.NAMES if name.startswith("mars_")]
@@ -80,6 +81,110 @@ def test_a_run_from_end_to_end(optimizer, exact, text, capsys):
     assert f"final validation loss {loss:.4f} nats per byte" in output and str(image) in output
     summary = json.loads((config.directory / "summary.json").read_text())
     assert summary["validation_loss"] == loss and summary["optimizer"] == optimizer
+
+
+GOLDEN = {
+    "adamw": [
+        5.5258, 5.457, 5.2549, 5.1446, 4.9826, 4.8179, 4.7147, 4.6493, 4.4731, 4.4109,
+        4.2852, 4.1882, 4.1882, 4.0509, 4.0242, 3.9569, 4.0137, 3.9378, 3.9307, 3.9643,
+    ],
+    "mars_adamw": [
+        5.5258, 5.4183, 5.1207, 4.9452, 4.7013, 4.4443, 4.3037, 4.2148, 3.9645, 3.8882,
+        3.7318, 3.6052, 3.6392, 3.4468, 3.4283, 3.3346, 3.4459, 3.339, 3.3333, 3.3871,
+    ],
+    "mars_m": [
+        5.5258, 5.4764, 5.3308, 5.2264, 5.0382, 4.8679, 4.7472, 4.6795, 4.5004, 4.4262,
+        4.3038, 4.1983, 4.1997, 4.0587, 4.0293, 3.9676, 4.0205, 3.9396, 3.9356, 3.9736,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["adamw", "mars_adamw", "mars_m"])
+def test_golden_losses(name, text):
+    """Of the first 20 steps: whatever changes them changes the trainer's numbers."""
+    config = tiny(text, name, log_every=1, eval_every=20, warmup=2, sample_tokens=0)
+    train.train(config)
+    losses = [row["train_loss"] for row in rows_of(config) if "train_loss" in row]
+    np.testing.assert_allclose(losses, GOLDEN[name], atol=2e-3)
+
+
+@pytest.mark.parametrize(("name", "exact"), [("mars_adamw", False), ("mars_m", True)])
+def test_one_batch_is_learnt_by_heart(name, exact):
+    shape = model.GPTConfig(layers=2, heads=2, width=32, context=16, vocab_size=256, bias=False)
+    config = dataclasses.replace(
+        configs.default_config("demo", name), model=shape, exact=exact, steps=100, warmup=5
+    )
+    graphdef, _ = model.define(shape)
+    tx = config.build_optimizer()
+    train_step = step.make_train_step(graphdef, tx, config)
+    params = model.init(shape, 0)
+    state = jax.jit(tx.init)(params)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 4, 17), dtype=np.int32)
+    for i in range(config.steps):
+        params, state, numbers = train_step(params, state, tokens, np.int32(i))
+    assert numbers["train_loss"] < 0.1  # from 5.5
+
+
+def test_what_is_measured_on_the_way(text):
+    """Diagnostics at the logged steps, for MARS alone; norms and rates for all."""
+    common = {"train_loss", "grad_norm", "update_norm", "learning_rate", "tokens_per_second"}
+    mars = {"correction", "cosine", "clipped", "momentum_distance"}
+    for name, exact in (("adamw", False), ("mars_m", False), ("mars_adamw", True)):
+        config = tiny(text, name, exact=exact, out_dir=text.parent / f"{name}{exact}")
+        train.train(config)
+        rows = [row for row in rows_of(config) if "train_loss" in row]
+        assert all(common <= set(row) for row in rows) and rows[0]["step"] == 1
+        assert not any(mars & set(row) for row in (rows if name == "adamw" else rows[:1]))
+        for row in rows[1:] if name != "adamw" else []:
+            assert mars <= set(row) and ("removed" in row) == exact
+            assert -1 <= row["cosine"] <= 1 and row["correction"] > 0
+    # In exact mode the two gradients share their batch: they are much more alike.
+    assert rows[-1]["cosine"] > 0.99 and rows[-1]["correction"] < 0.1
+
+
+def test_mfu_counts_the_models_operations():
+    assert hardware.chip(jax.devices()[0]) is None  # nothing is known of this CPU
+    shape = model.PRESETS["small"]
+    per_token = hardware.flops_per_token(shape, exact=False)
+    assert per_token == 6 * (12 * 12 * 768**2 + 50304 * 768) + 12 * 12 * 768 * 1024
+    assert hardware.flops_per_token(shape, exact=True) == 2 * per_token
+    v5e = types.SimpleNamespace(device_kind="TPU v5 lite")
+    assert hardware.utilization(shape, False, 1e5, v5e, 4) == 1e5 * per_token / (4 * 197e12)
+    assert hardware.chip(types.SimpleNamespace(device_kind="TPU v5p")).flops == 459e12
+    assert hardware.chip(types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")).flops > 9e14
+    row = {"train_loss": 3.14159, "learning_rate": 3e-3, "tokens_per_second": 12345.6}
+    assert train.postfix(row) == "loss 3.142, lr 3.0e-03, 12,346 tokens/s"
+    assert train.postfix({**row, "mfu": 0.4567}).endswith("MFU 45.7%")
+
+
+def test_tensorboard_is_optional(text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="run `pip install tensorboardX`"):
+        train.train(tiny(text, "adamw", tensorboard=True))
+    written = []
+    fake = types.SimpleNamespace(
+        SummaryWriter=lambda folder: types.SimpleNamespace(
+            add_scalar=lambda *values: written.append(values), close=lambda: None
+        )
+    )
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    log = metrics.Metrics(text.parent / "metrics.jsonl", tensorboard=True)
+    log.write(7, train_loss=2.0)
+    assert written == [("train_loss", 2.0, 7)]
+
+
+def test_the_authors_losses_are_shown(tmp_path):
+    """The header of a run; nothing is trained."""
+    config = configs.parse(["--preset", "small", "--optimizer", "mars_adamw"])
+    split = data.Split("training", [np.zeros(10, np.int32)], ["file"])
+    corpus = data.Corpus("a corpus", split, split, 50257, is_text=False)
+    mesh = sharding.make_mesh(jax.devices(), 8, 768)
+    batches = sharding.Batches(mesh, config.micro_batches(8), 480)
+    _, shapes = model.define(config.model)
+    header = train.describe(config, corpus, mesh, batches, shapes)
+    assert "was 3.108 by step 10,000 and 2.849 by step 100,000" in header
+    assert "480 x 1024 tokens, 48 at a time, with mars_adamw at 0.006" in header
+    assert "124,373,760 parameters" in header and "(8 devices, fsdp 8)" in header
 
 
 def test_a_finished_run_is_not_overwritten_silently(text):
