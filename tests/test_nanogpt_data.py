@@ -200,3 +200,47 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
         for step in range(50):
             data.batch(corpus.train, 0, step, 4, 16, corpus.vocab_size)
     assert data.batch(corpus.validation, 0, 0, 2, 16, corpus.vocab_size).max() == 1
+
+
+def test_an_epoch_predicts_every_token_once():
+    split = data.Split("training", [np.arange(0, 101), np.arange(200, 243)], ["a", "b"])
+    # Windows of 10 + 1 tokens end to end: 10 of the first part, 4 of the second, 2 tokens left.
+    assert split.window_count(11, stride=10) == 14
+    steps = [data.batch(split, 3, step, 4, 10, 500, order="epoch") for step in range(7)]
+    rows = np.concatenate(steps)
+    assert (np.diff(rows, axis=1) == 1).all()
+    expected = [*range(0, 100, 10), *range(200, 240, 10)]
+    first, second = rows[:14, 0].tolist(), rows[14:, 0].tolist()  # the fourth batch has of both
+    assert sorted(first) == sorted(second) == expected
+    assert first != expected and first != second
+    again = data.batch(split, 3, 5, 4, 10, 500, order="epoch")
+    np.testing.assert_array_equal(again, steps[5])
+    assert not np.array_equal(again, data.batch(split, 4, 5, 4, 10, 500, order="epoch"))
+
+
+@pytest.mark.parametrize("order", ["random", "epoch"])
+def test_a_process_reads_its_rows_only(order):
+    class Counting:
+        """Tokens that note which of them are read."""
+
+        def __init__(self):
+            self.reads = []
+
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, where):
+            self.reads.append(where.start)
+            return np.arange(where.start, where.stop)
+
+    def read(rows):
+        part = Counting()
+        split = data.Split("training", [part], ["a"])
+        tokens = data.batch(split, 0, 5, 8, 16, 1000, order=order, rows=rows)
+        assert len(part.reads) == len(tokens)
+        return tokens
+
+    whole = read(slice(None))
+    shares = [read(slice(2 * i, 2 * i + 2)) for i in range(4)]
+    np.testing.assert_array_equal(np.concatenate(shares), whole)
+    assert read(slice(0, 0)).shape == (0, 17)

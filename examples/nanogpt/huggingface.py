@@ -227,7 +227,8 @@ def _safetensors() -> Any:
 
 
 def export(
-    run: Annotated[Path, tyro.conf.Positional], folder: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
 ) -> None:
     """Writes the newest checkpoint of a run as a Hugging Face GPT-2 folder."""
     config, params = read_run(run)

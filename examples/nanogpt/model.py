@@ -70,12 +70,20 @@ PRESETS: dict[str, GPTConfig] = {
 }
 
 
+class Linear(nnx.Linear):
+    """Adds its bias in float32, so that the bias's gradient is a sum in float32."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return y if self.bias is None else (y + self.bias[...]).astype(self.dtype)
+
+
 class Block(nnx.Module):
     """Attention and feed-forward network, each behind a norm and around a residual."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         D = config.width
-        linear = partial(nnx.Linear, use_bias=config.bias, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = partial(Linear, use_bias=config.bias, dtype=jnp.dtype(config.dtype), rngs=rngs)
         init = jax.nn.initializers.normal(INIT_STD)
         # 2 L branches add up in the residual stream: this keeps its variance independent of L.
         residual_init = jax.nn.initializers.normal(INIT_STD / math.sqrt(2 * config.layers))

@@ -163,7 +163,7 @@ def generate(
 
 
 def text(
-    folder: Annotated[Path, tyro.conf.Positional],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     prompt: str = "\n",
     tokens: int = 200,
     temperature: float = 0.8,

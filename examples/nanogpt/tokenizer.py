@@ -4,7 +4,7 @@ import json
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -30,15 +30,18 @@ def end_of_text(vocab_size: int) -> int:
     return vocab_size - 1 if vocab_size == data.GPT2_VOCAB else 0
 
 
+def by_name(name: Literal["gpt2", "bytes"], cache_dir: Path) -> Tokenizer:
+    return bytes_of_text() if name == "bytes" else gpt2(cache_dir)
+
+
 def of_vocabulary(size: int, cache_dir: Path) -> Tokenizer:
     """The tokenizer with a vocabulary of this size."""
-    if size == data.BYTES:
-        return bytes_of_text()
-    if size == data.GPT2_VOCAB:
-        return gpt2(cache_dir)
-    raise ValueError(
-        f"no tokenizer has {size:,} tokens: bytes have {data.BYTES}, GPT-2's {data.GPT2_VOCAB:,}."
-    )
+    if size not in (data.BYTES, data.GPT2_VOCAB):
+        raise ValueError(
+            f"no tokenizer has {size:,} tokens: bytes have {data.BYTES}, GPT-2's "
+            f"{data.GPT2_VOCAB:,}."
+        )
+    return by_name("bytes" if size == data.BYTES else "gpt2", cache_dir)
 
 
 def bytes_of_text() -> Tokenizer:
