@@ -29,6 +29,16 @@ def zero_padding(params, config):
     return {**params, "token_embedding": {"embedding": embedding}}
 
 
+def write_run(run, config, params, steps=1):
+    """Checkpoints as the trainer writes them; the parameters after step i are params + i."""
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    for step in range(1, steps + 1):
+        training = (jax.tree.map(lambda leaf, i=step: leaf + i, params), (params, jnp.int32(step)))
+        settings = {"model": dataclasses.asdict(config), "steps": steps}
+        checkpoints.save(step, training, settings)
+    checkpoints.close()
+
+
 def gpt2(weights, tokens, heads, by_layer):
     """Logits in float64 by the names of transformers' GPT2LMHeadModel."""
 
@@ -143,13 +153,8 @@ def test_the_newest_checkpoint_of_a_run_is_exported(tmp_path, monkeypatch, capsy
     run, folder = tmp_path / "run", tmp_path / "folder"
     config = dataclasses.replace(TINY, bias=False, unroll=True)
     _, params = random_params(config)
-    checkpoints = Checkpoints(run / "checkpoints", keep=2)
-    for step in (1, 2):
-        params = jax.tree.map(lambda leaf: leaf + 1, params)
-        momentum = jax.tree.map(jnp.zeros_like, params)
-        settings = {"model": dataclasses.asdict(config), "steps": 2}
-        checkpoints.save(step, (params, (momentum, jnp.int32(step))), settings)
-    checkpoints.close()
+    write_run(run, config, params, steps=3)
+    params = jax.tree.map(lambda leaf: leaf + 3, params)
     read_config, read_params = huggingface.load(run)
     assert read_config == config
     assert_equal(read_params, params)

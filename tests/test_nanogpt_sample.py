@@ -1,7 +1,6 @@
 """Text from a model, with a cache and without."""
 
 import dataclasses
-import json
 import sys
 
 import jax
@@ -9,9 +8,10 @@ import numpy as np
 import pytest
 import test_nanogpt_model
 import test_nanogpt_train
+from test_nanogpt_huggingface import write_run
 from test_nanogpt_model import TINY, logits, random_params
 
-from examples.nanogpt import model, sample, train
+from examples.nanogpt import huggingface, model, sample, train
 
 quick_compilation = test_nanogpt_model.quick_compilation
 text = test_nanogpt_train.text
@@ -109,31 +109,41 @@ def test_wrong_arguments_are_named():
             sample.generate(graphdef, params, TINY, **{"prompt": PROMPT, "tokens": 3, **arguments})
 
 
-def test_the_command_line_continues_a_runs_text(text, monkeypatch, capsys):
-    config = test_nanogpt_train.tiny(text, "adamw", steps=2, checkpoint_every=2, prompt="All ")
+def main(program, monkeypatch, capsys, *arguments):
+    """What a command line prints."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
+    program.main()
+    return capsys.readouterr().out
+
+
+def test_the_command_line_continues_a_text(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(TINY, vocab_size=256, layers=2)
+    graphdef, params = random_params(config)
+    write_run(tmp_path / "run", config, params)
+    text = main(sample, monkeypatch, capsys, tmp_path / "run", "--prompt", "åß", "--tokens", 8)
+    params = jax.tree.map(lambda leaf: leaf + 1, params)
+    prompt = np.frombuffer("åß".encode(), np.uint8)
+    expected = sample.generate(graphdef, params, config, prompt, 8).astype(np.uint8)
+    assert text == "åß" + expected.tobytes().decode(errors="replace") + "\n"
+    with pytest.raises(SystemExit, match="error: prompt is empty"):
+        main(sample, monkeypatch, capsys, tmp_path / "run", "--prompt", "")
+    with pytest.raises(SystemExit, match=r"error: .* has neither `checkpoints` nor config\.json"):
+        main(sample, monkeypatch, capsys, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_trained_run_goes_on_as_it_did_at_its_end_and_from_hugging_face(
+    text, monkeypatch, capsys
+):
+    pytest.importorskip("safetensors")
+    config = test_nanogpt_train.tiny(
+        text, "adamw", steps=2, checkpoint_every=2, prompt="All ", temperature=0.0
+    )
     train.train(config)
     printed = capsys.readouterr().out
-    run = str(config.directory)
-
-    def main(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sample", *arguments])
-        sample.main()
-        return capsys.readouterr().out
-
-    arguments = [run, "--prompt", "All ", "--tokens", "8"]
-    # The same model, seed and prompt as the trainer's own sample at the end of the run.
-    assert main(*arguments)[:-1] in printed
-    monkeypatch.setattr(sys, "argv", ["sample", str(text.parent)])
-    with pytest.raises(SystemExit, match=r"error: .* has neither `checkpoints` nor config\.json"):
-        sample.main()
-    monkeypatch.setattr(sys, "argv", ["sample", run, "--prompt", ""])
-    with pytest.raises(SystemExit, match="error: prompt is empty"):
-        sample.main()
-    folder = text.parent / "huggingface"
-    pytest.importorskip("safetensors")
-    monkeypatch.setattr(sys, "argv", ["huggingface", "export", run, str(folder)])
-    sample.huggingface.main()
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 256
-    capsys.readouterr()
-    greedy = ["--prompt", "All ", "--tokens", "8", "--temperature", "0"]
-    assert main(str(folder), *greedy) == main(run, *greedy)
+    run, folder = config.directory, text.parent / "huggingface"
+    arguments = ["--prompt", "All ", "--tokens", 8, "--temperature", 0]
+    found = main(sample, monkeypatch, capsys, run, *arguments)
+    assert found.startswith("All ") and found.removesuffix("\n") in printed
+    main(huggingface, monkeypatch, capsys, "export", run, folder)
+    assert main(sample, monkeypatch, capsys, folder, *arguments) == found

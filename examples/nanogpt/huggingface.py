@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -226,7 +226,8 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def export(
+def command(
+    action: Annotated[Literal["export"], tyro.conf.Positional, tyro.conf.arg(metavar="export")],
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
 ) -> None:
@@ -238,9 +239,7 @@ def export(
 
 def main() -> None:
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"export": export}, prog="python -m examples.nanogpt.huggingface"
-        )
+        tyro.cli(command, prog="python -m examples.nanogpt.huggingface")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
