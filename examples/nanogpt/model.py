@@ -285,8 +285,8 @@ def loss(
         raise ValueError(f"{T} positions are not a multiple of loss_chunk {chunk}: change it.")
     chunks = [jnp.stack(jnp.split(a, T // chunk, axis=1)) for a in (x, targets)]
     # Logits are not kept for the backward pass but computed again: V is much more than D.
-    one = jax.checkpoint(one, prevent_cse=False)
-    total, _ = jax.lax.scan(lambda total, c: (total + one(*c), None), jnp.float32(0), chunks)
+    again = jax.checkpoint(one, prevent_cse=False)
+    total, _ = jax.lax.scan(lambda total, c: (total + again(*c), None), jnp.float32(0), chunks)
     return total / targets.size
 
 

@@ -9,9 +9,7 @@ import itertools
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -86,20 +84,12 @@ def prepare(
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out is {held_out}: use a share above 0 and below 1.")
-    if out_dir.exists():
-        raise ValueError(f"{out_dir} exists: choose another folder, or delete it.")
     texts = documents(source, column)
     codec = by_name(tokenizer, cache_dir.expanduser())
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
+    with data.new_folder(out_dir) as partial:
         counts = write(texts, codec, partial, held_out)
         meta = {"tokenizer": codec.name, "vocab_size": codec.vocab_size, "tokens": counts}
         (partial / data.META).write_text(json.dumps(meta, indent=1) + "\n")
-        partial.chmod(0o755)  # mkdtemp's folders are its owner's alone
-        os.rename(partial, out_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     print(f"{counts['train']:,} training and {counts['val']:,} validation tokens in {out_dir}")
 
 
@@ -136,6 +126,8 @@ def main() -> None:
         tyro.cli(prepare, prog="python -m examples.nanogpt.prepare")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing is written")
 
 
 if __name__ == "__main__":

@@ -137,14 +137,7 @@ def generate(
             f"prompt holds token {prompt.max()}, beyond the vocabulary of {config.vocab_size:,}: "
             "use the tokenizer that the model was trained with."
         )
-    for name, value, allowed, wanted in (
-        ("tokens", tokens, tokens >= 1, "at least 1"),
-        ("temperature", temperature, temperature >= 0, "0 (the likeliest token) or more"),
-        ("top_k", top_k, top_k >= 0, "1 or more, or 0 for all tokens"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-    ):
-        if not allowed:
-            raise ValueError(f"{name} is {value}: use {wanted}.")
+    check(tokens, temperature, top_k, top_p)
     prompt = prompt[-config.context :]
     window = np.zeros(config.context, np.int32)
     window[: prompt.size] = prompt
@@ -160,6 +153,18 @@ def generate(
         tokens=tokens,
     )
     return np.asarray(continuation)
+
+
+def check(tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
+    """Raises where `generate` would; a trainer asks before it trains."""
+    for name, value, allowed, wanted in (
+        ("tokens", tokens, tokens >= 1, "at least 1"),
+        ("temperature", temperature, temperature >= 0, "0 (the likeliest token) or more"),
+        ("top_k", top_k, top_k >= 0, "1 or more, or 0 for all tokens"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+    ):
+        if not allowed:
+            raise ValueError(f"{name} is {value}: use {wanted}.")
 
 
 def text(
@@ -198,7 +203,7 @@ def text(
         top_k=top_k,
         top_p=top_p,
     )
-    return prompt + codec.decode(continuation)
+    return prompt + codec.decode(continuation.tolist())
 
 
 def main() -> None:
