@@ -219,4 +219,4 @@ def _clipped_share(
         for s, spec in zip(squares, numbers, strict=True):
             axes = None if spec is None else matrix_axes(spec, s.shape)
             norms.append(jnp.sqrt(jnp.sum(s, axis=axes and axes.reduction + axes.output)))
-    return sum(jnp.sum(n > clip_norm) for n in norms) / sum(n.size for n in norms)
+    return jnp.mean(jnp.concatenate([jnp.ravel(n > clip_norm) for n in norms]))

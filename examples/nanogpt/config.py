@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +10,10 @@ from typing import Any, Literal
 import optax
 import tyro
 
-from examples.nanogpt import model, optimizers
+from examples.nanogpt import data as data_files
+from examples.nanogpt import model, optimizers, sample
 
 PROGRAM = "python -m examples.nanogpt.train"
-CACHE_DIR = Path(os.environ.get("MARS_OPTAX_CACHE", "~/.cache/mars_optax"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,9 @@ class Config:
 
     data: str = "shakespeare"
     """"shakespeare", a text file, a folder of text, or a folder of train*.bin and val*.bin."""
-    cache_dir: Path = CACHE_DIR
+    order: data_files.Order = "random"
+    """Windows of text drawn at random, or all of them once an epoch."""
+    cache_dir: Path = data_files.CACHE_DIR
     """Where Shakespeare is kept; MARS_OPTAX_CACHE sets it too."""
     seed: int = 0
     out_dir: Path | None = None
@@ -152,6 +153,8 @@ class Config:
                 raise ValueError(f"{flag} is {getattr(self, name)}: use a number of at least 1.")
         if self.prompt == "":
             raise ValueError("--prompt is empty: give at least one character, or leave it out.")
+        if self.sample_tokens:
+            sample.check(self.sample_tokens, self.temperature)
         if not 0 <= self.min_rate <= self.learning_rate:
             raise ValueError(
                 f"--min-rate {self.min_rate:g} is not between 0 and --learning-rate "

@@ -9,7 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 # The optimizer's numbers, drawn below the loss: each key of metrics.jsonl and its label.
-NORMS = {"grad_norm": "‖gradient‖", "update_norm": "‖update‖"}
+NORMS = {
+    "grad_norm": "‖gradient‖",
+    "update_norm": "‖update‖",
+    "noise_scale": "noise scale (batches)",
+}
 DIAGNOSTICS = {
     "correction": "‖k(g − g⁻)‖ / ‖g‖",
     "cosine": "cos(g, g⁻)",

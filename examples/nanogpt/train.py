@@ -195,7 +195,9 @@ def loop(
     started, timed = time.perf_counter(), 0
     with bar:
         for step in range(start, config.steps):
-            tokens = batches.place(data.batch(split, config.seed, step, size, context, vocab))
+            tokens = batches.place(
+                data.batch(split, config.seed, step, size, context, vocab, order=config.order)
+            )
             params, opt_state, numbers = train_step(params, opt_state, tokens, np.int32(step))
             pending.append(numbers)
             timed += 1
