@@ -123,4 +123,4 @@ def test_the_demo_on_eight_tpus():
     assert result.returncode == 0, result.stderr
     assert "8 x TPU v5 lite" in result.stdout and "all-gather" in result.stdout
     unknown = ask("--topology", "v5e:banana")
-    assert unknown.returncode == 1 and "--topology v5e:banana is unknown" in unknown.stderr
+    assert unknown.returncode == 1 and "--topology v5e:banana cannot be asked" in unknown.stderr

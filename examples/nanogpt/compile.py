@@ -75,6 +75,12 @@ def main() -> None:
         report = compile_step(config, devices)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except jax.errors.JaxRuntimeError as error:  # most often a step that does not fit
+        sys.exit(
+            f"error: the TPU compiler refuses this step: {str(error).splitlines()[0]} Where memory "
+            "is short: a smaller --micro-batch-size, --remat, a --loss-chunk, a larger --fsdp or "
+            "topology."
+        )
     if own.json:
         print(json.dumps({"topology": own.topology, "name": config.name, **report._asdict()}))
     else:
@@ -92,7 +98,7 @@ def topology(name: str) -> list[jax.Device]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:  # whatever the plugin raises
         raise ValueError(
-            f"--topology {name} is unknown to the TPU compiler "
+            f"--topology {name} cannot be asked of the TPU compiler "
             f"({str(error).splitlines()[0]}): use a generation and its grid, such as v5e:2x4, "
             "v5e:16x16, v5p:2x2x2 or v6e:4x4."
         ) from error

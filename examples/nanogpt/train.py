@@ -57,7 +57,6 @@ class Run:
 def train(config: Config) -> float:
     """Trains, writes metrics and plot, prints a sample; returns the last validation loss."""
     config.check()
-    sharding.start_processes(config)
     optimizer = config.build_optimizer()
     mesh = sharding.make_mesh(
         sharding.choose_devices(config.devices), config.fsdp, config.model.width
@@ -373,6 +372,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     config = parse(arguments)
     try:
+        config.check()
+        sharding.start_processes(config)
         if config.compare:
             compare.run(config, arguments, train)
         else:
