@@ -9,10 +9,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+import test_nanogpt_train
 
 from examples.nanogpt import compile, hardware, model
 from examples.nanogpt.config import parse
 
+quick_compilation = test_nanogpt_train.quick_compilation
 ROOT = pathlib.Path(__file__).parent.parent
 NO_COMPILER = importlib.util.find_spec("libtpu") is None
 
@@ -124,3 +126,7 @@ def test_the_demo_on_eight_tpus():
     assert "8 x TPU v5 lite" in result.stdout and "all-gather" in result.stdout
     unknown = ask("--topology", "v5e:banana")
     assert unknown.returncode == 1 and "--topology v5e:banana cannot be asked" in unknown.stderr
+    flags = ["--layers", "2", "--micro-batch-size", "64", "--loss-chunk", "0"]
+    flags += ["--preset", "small", "--batch-size", "512", "--optimizer", "adamw"]
+    large = ask("--topology", "v5e:2x4", *flags)
+    assert large.returncode == 1 and "refuses this step: RESOURCE_EXHAUSTED" in large.stderr

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_nanogpt_train
 
 from examples.nanogpt import model, optimizers
 from examples.nanogpt.config import default_config, parse
+
+quick_compilation = test_nanogpt_train.quick_compilation
 
 # Rate, the AdamW fallback's rate, b1, b2, weight decay, for every size.
 PUBLISHED = {
@@ -75,10 +78,13 @@ def test_the_settings_reach_the_optimizer():
             gamma=config.gamma,
             steps=10,
         )
-        state = tx.init(params)
-        _, state = tx.update(first, state, params)
-        updates, _ = tx.update(second, state, params)
-        return jax.tree.map(lambda u: float(u.ravel()[0]), updates)
+
+        @jax.jit
+        def two_steps():
+            _, state = tx.update(first, tx.init(params), params)
+            return tx.update(second, state, params)[0]
+
+        return jax.tree.map(lambda u: float(u.ravel()[0]), two_steps())
 
     def adam(g1, g2, b1, b2):
         m, v = (1 - b1) * (b1 * g1 + g2), (1 - b2) * (b2 * g1**2 + g2**2)
