@@ -36,10 +36,10 @@ def run_and_stop(config, monkeypatch, at):
     """Trains until the batch of step `at` is asked for."""
     batch = data.batch
 
-    def stopping(split, seed, step, *rest):
+    def stopping(split, seed, step, *rest, **options):
         if step == at:
             raise Stop
-        return batch(split, seed, step, *rest)
+        return batch(split, seed, step, *rest, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(data, "batch", stopping)
