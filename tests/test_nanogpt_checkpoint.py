@@ -110,11 +110,20 @@ def wait_for_step(folder, step, process):
     path = folder / "metrics.jsonl"
     for _ in range(3600):
         assert process.poll() is None, process.communicate()
-        lines = path.read_text().splitlines() if path.exists() else []
-        if lines and json.loads(lines[-1])["step"] >= step:
+        rows = plot.read_metrics(path) if path.exists() else []
+        if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.05)
     raise AssertionError(f"no step {step} within three minutes")
+
+
+def resumed_after(process):
+    """The step from which a process says to go on."""
+    line = process.stdout.readline()
+    while "resuming after step" not in line:
+        assert line, process.communicate()
+        line = process.stdout.readline()
+    return int(line.split()[-1].replace(",", ""))
 
 
 def test_sigterm_saves_and_exits_with_0(text, tmp_path):
@@ -155,11 +164,7 @@ def test_kill_9_while_it_saves_leaves_the_checkpoint_before(text, tmp_path):
         process.wait()
         whole, in_the_making = checkpoints_in(folder)
         process = start(folder, text, *flags, "--resume")
-        first = process.stdout.readline()
-        while "resuming after step" not in first:
-            assert first, process.communicate()
-            first = process.stdout.readline()
-        assert int(first.split()[-1].replace(",", "")) == max(whole)
+        assert resumed_after(process) == max(whole)
         if in_the_making:
             break
     process.kill()
@@ -183,7 +188,7 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(text, tmp_path):
     assert last.startswith("error: ") and "cannot be written" in last and "--resume" in last
     whole, _ = checkpoints_in(folder)
     process = start(folder, text, *flags, "--resume")
-    wait_for_step(folder, max(whole) + 1, process)
+    assert resumed_after(process) == max(whole)
     process.kill()
     process.wait()
 
@@ -220,14 +225,10 @@ def test_kill_9_at_any_moment_loses_no_more_than_the_steps_since_the_last_checkp
         wait_for_step(folder, step, process)
         process.kill()
         process.wait()
-        reached = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        reached = plot.read_metrics(folder / "metrics.jsonl")[-1]["step"]
         process = start(folder, text, *flags, "--resume")
-        first = process.stdout.readline()
-        while "resuming after step" not in first:
-            assert first, process.communicate()
-            first = process.stdout.readline()
         # One checkpoint may be in the making, another waiting for it.
-        assert int(first.split()[-1].replace(",", "")) >= reached - 3 * every
+        assert resumed_after(process) >= reached - 3 * every
     assert process.wait(timeout=300) == 0
     ours, theirs = (
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
