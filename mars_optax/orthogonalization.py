@@ -1,8 +1,8 @@
 """Orthogonalization of matrices by Newton–Schulz iteration, and the preconditioner built on it."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,29 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from mars_optax import _checks
-from mars_optax.dimension_numbers import WeightDimensionNumbers, fans, matrix_axes, resolve
+from mars_optax.dimension_numbers import (
+    MatrixAxes,
+    WeightDimensionNumbers,
+    fans,
+    matrix_axes,
+    resolve,
+)
 
 Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 
 STANDARD_COEFFS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8  # the authors' term beside the norm: a zero matrix stays zero
+_RESTART = 3  # steps on one Gram matrix: with more, bfloat16's rounding of it grows too large
+_HALVE = 256  # rows from which a symmetric product is worth computing by halves
+
+
+class _Iteration(NamedTuple):
+    """What is done to each matrix."""
+
+    steps: Any
+    coeffs: np.ndarray  # [3] or [steps, 3]
+    dtype: Any
+    gram: bool | None
 
 
 def orthogonalize(
@@ -25,6 +42,7 @@ def orthogonalize(
     ns_steps: jax.typing.ArrayLike = 5,
     ns_coeffs: Coefficients = STANDARD_COEFFS,
     ns_dtype: jax.typing.DTypeLike | None = None,
+    ns_gram: bool | None = None,
     dimension_numbers: MuonDimensionNumbers | None = None,
 ) -> jax.Array:
     r"""Moves the singular values of a matrix towards 1: about :math:`U V^T` for :math:`U S V^T`.
@@ -67,18 +85,11 @@ def orthogonalize(
         Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024;
         Liu et al., `MARS-M <https://arxiv.org/abs/2510.21800>`_, 2025.
     """
-    coeffs = _check_iteration(ns_steps, ns_coeffs, ns_dtype)
+    iteration = _iteration(ns_steps, ns_coeffs, ns_dtype, ns_gram)
     _checks.check_inexact("x", x)
     numbers = _default_numbers(dimension_numbers, x.shape, "x")
     axes = matrix_axes(numbers, x.shape)
-    order = axes.batch + axes.reduction + axes.output
-    batch_shape = tuple(x.shape[axis] for axis in axes.batch)
-
-    x, restore = _replicate(x)
-    matrices = x.transpose(order).reshape((math.prod(batch_shape), *fans(axes, x.shape)))
-    matrices = _newton_schulz(matrices, ns_steps, coeffs, ns_dtype)
-    permuted = matrices.reshape([x.shape[axis] for axis in order])
-    return restore(permuted.transpose(np.argsort(order)))
+    return _orthogonalize_all([x], [axes], iteration)[0]
 
 
 def scale_by_orthogonalization(
@@ -86,6 +97,7 @@ def scale_by_orthogonalization(
     ns_steps: jax.typing.ArrayLike = 5,
     ns_coeffs: Coefficients = STANDARD_COEFFS,
     ns_dtype: jax.typing.DTypeLike | None = None,
+    ns_gram: bool | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     shape_factor: Literal["spectral", "rms"] | None = None,
 ) -> optax.GradientTransformation:
@@ -128,7 +140,7 @@ def scale_by_orthogonalization(
     References:
         Liu et al., `MARS-M <https://arxiv.org/abs/2510.21800>`_, 2025, Algorithm 1.
     """
-    _check_iteration(ns_steps, ns_coeffs, ns_dtype)
+    iteration = _iteration(ns_steps, ns_coeffs, ns_dtype, ns_gram)
     _checks.check_choice("shape_factor", shape_factor, (None, "spectral", "rms"))
 
     def with_numbers(tree: Any) -> list[tuple[Any, MuonDimensionNumbers]]:
@@ -151,23 +163,20 @@ def scale_by_orthogonalization(
 
     def update_fn(updates, state, params=None):
         del params
+        arrays, axes = [], []
+        for x, numbers in with_numbers(updates):
+            arrays.append(x)
+            axes.append(matrix_axes(numbers, x.shape))
         orthogonalized = [
-            orthogonalize(
-                x,
-                ns_steps=ns_steps,
-                ns_coeffs=ns_coeffs,
-                ns_dtype=ns_dtype,
-                dimension_numbers=numbers,
-            )
-            * _shape_factor(shape_factor, *fans(matrix_axes(numbers, x.shape), x.shape))
-            for x, numbers in with_numbers(updates)
+            y * _shape_factor(shape_factor, *fans(a, y.shape))
+            for y, a in zip(_orthogonalize_all(arrays, axes, iteration), axes, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(updates), orthogonalized), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _check_iteration(ns_steps: Any, ns_coeffs: Any, ns_dtype: Any) -> np.ndarray:
+def _iteration(ns_steps: Any, ns_coeffs: Any, ns_dtype: Any, ns_gram: Any) -> _Iteration:
     remedy = "use an integer of at least 1, such as 5"
     _checks.check_number("ns_steps", ns_steps, lambda v: v >= 1 and v == int(v), remedy)
     coeffs = np.asarray(ns_coeffs, dtype=np.float64)
@@ -183,7 +192,13 @@ def _check_iteration(ns_steps: Any, ns_coeffs: Any, ns_dtype: Any) -> np.ndarray
         raise TypeError(
             f"`ns_dtype` must be a floating-point dtype, got {ns_dtype!r}: use jnp.bfloat16."
         )
-    return coeffs
+    _checks.check_choice("ns_gram", ns_gram, (None, False, True))
+    if ns_gram and not isinstance(ns_steps, int):
+        raise ValueError(
+            "`ns_gram=True` needs a static number of steps, got a traced or array `ns_steps` "
+            f"{ns_steps!r}: use a Python integer, or leave `ns_gram` out."
+        )
+    return _Iteration(ns_steps, coeffs, ns_dtype, ns_gram)
 
 
 def _default_numbers(
@@ -208,50 +223,195 @@ def _shape_factor(kind: str | None, fan_in: int, fan_out: int) -> float:
     return 1.0
 
 
-def _newton_schulz(x: jax.Array, steps: Any, coeffs: np.ndarray, dtype: Any) -> jax.Array:
-    """Iterates on a batch of matrices of shape (batch, fan_in, fan_out)."""
-    out_dtype = x.dtype
-    dtype = out_dtype if dtype is None else jnp.dtype(dtype)
-    if jnp.issubdtype(out_dtype, jnp.complexfloating):
+def _orthogonalize_all(
+    arrays: list[jax.Array], axes: list[MatrixAxes], iteration: _Iteration
+) -> list[jax.Array]:
+    """Matrices of one shape are stacked, so that the program has one iteration for each shape."""
+    groups: dict[Any, list[int]] = {}
+    for i, (x, a) in enumerate(zip(arrays, axes, strict=True)):
+        key = (*sorted(fans(a, x.shape)), x.dtype, jax.typeof(x).sharding.mesh)
+        groups.setdefault(key, []).append(i)
+    results = list(arrays)
+    for (*_, mesh), members in groups.items():
+        run = _stacked([axes[i] for i in members], iteration)
+        if jax.sharding.AxisType.Explicit in mesh.axis_types:
+            shardings = tuple(jax.typeof(arrays[i]).sharding for i in members)
+            run = jax.sharding.auto_axes(run, out_sharding=shardings)
+        for i, y in zip(members, run(*[arrays[i] for i in members]), strict=True):
+            results[i] = y
+    return results
+
+
+def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., tuple]:
+    """A function of arrays whose matrices have one shape, or its transpose."""
+
+    def run(*arrays):
+        matrices = [_to_matrices(x, a) for x, a in zip(arrays, axes, strict=True)]
+        ends = np.cumsum([x.shape[0] for x in matrices])
+        stack = _each_device_its_share(jnp.concatenate(matrices), iteration)
+        parts = [stack[end - len(x) : end] for end, x in zip(ends, matrices, strict=True)]
+        return tuple(_from_matrices(y, a, x) for y, a, x in zip(parts, axes, arrays, strict=True))
+
+    return run
+
+
+def _to_matrices(x: jax.Array, axes: MatrixAxes) -> jax.Array:
+    """[batch, m, n] with m ≤ n."""
+    fan_in, fan_out = fans(axes, x.shape)
+    batch = math.prod(x.shape[axis] for axis in axes.batch)
+    order, shape = axes.batch + axes.reduction + axes.output, (batch, fan_in, fan_out)
+    if fan_in > fan_out:
+        order, shape = axes.batch + axes.output + axes.reduction, (batch, fan_out, fan_in)
+    return x.transpose(order).reshape(shape)
+
+
+def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array:
+    fan_in, fan_out = fans(axes, like.shape)
+    order = axes.batch + axes.reduction + axes.output
+    if fan_in > fan_out:
+        order = axes.batch + axes.output + axes.reduction
+    permuted = y.reshape([like.shape[axis] for axis in order])
+    return permuted.transpose(np.argsort(order)).astype(like.dtype)
+
+
+def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array:
+    """Newton–Schulz on [batch, m, n], the batch split over all devices of the current mesh.
+
+    Two reshardings of the whole stack are all that is communicated: to whole matrices and back to
+    whatever the parameters' shardings ask for, which XLA finds where it is unconstrained.
+    """
+    dtype = stack.dtype if iteration.dtype is None else jnp.dtype(iteration.dtype)
+    if jnp.finfo(dtype).maxexp == jnp.finfo(stack.dtype).maxexp and dtype.kind == stack.dtype.kind:
+        stack = stack.astype(min(dtype, stack.dtype, key=lambda d: d.itemsize))  # sent at half size
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto
+    ]
+    devices = math.prod(mesh.shape[name] for name in axes)
+    if devices == 1:
+        return _newton_schulz(stack, iteration)
+
+    def constrain(x, batch, matrix):
+        spec = jax.sharding.PartitionSpec(batch, matrix, matrix)
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    count = len(stack)
+    stack = jnp.pad(constrain(stack, None, free), ((0, -count % devices), (0, 0), (0, 0)))
+    stack = _newton_schulz(constrain(stack, tuple(axes), None), iteration)
+    return constrain(constrain(stack, tuple(axes), None), None, free)[:count]
+
+
+def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
+    """Iterates on a batch of matrices [batch, m, n], m ≤ n."""
+    steps, coeffs, dtype, gram = iteration
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
-    mantissa = jnp.finfo(dtype).nmant
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    # Explicit, since compilers may skip a cast to low precision and back: the authors' results in
-    # bfloat16 depend on every rounding, by some 5 % of an update.
-    def rounded(y, exponent=8):  # float32's range: only the mantissa is cut
-        return y if mantissa >= 23 else jax.lax.reduce_precision(y, exponent, mantissa)
-
-    def narrow(y):
-        return rounded(y.astype(wide), jnp.finfo(dtype).nexp).astype(dtype)
-
-    def step(row, x):
-        a, b, c = row[0], row[1], row[2]
-        gram = narrow(x @ x.swapaxes(1, 2).conj())
-        polynomial = narrow(narrow(b * gram) + narrow(narrow(c * gram) @ gram))
-        return narrow(narrow(a * x) + narrow(polynomial @ x))
-
-    x = rounded(x.astype(jnp.promote_types(out_dtype, wide)))
+    x = _reduce_precision(x.astype(jnp.promote_types(x.dtype, wide)), dtype)
     norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=(1, 2), keepdims=True))
-    x = narrow(x / (rounded(norm) + _EPS))
-    transposed = x.shape[1] >= x.shape[2]  # to the smaller Gram matrix
-    if transposed:
-        x = x.swapaxes(1, 2)
-    rows = jnp.asarray(coeffs, jnp.finfo(wide).dtype)
-    row = lambda i: rows[jnp.minimum(i, len(rows) - 1)] if rows.ndim == 2 else rows  # noqa: E731
-    if isinstance(steps, jax.Array):  # a count injected as a hyperparameter
-        x = jax.lax.fori_loop(0, steps, lambda i, x: step(row(i), x), x)
-    else:
-        for i in range(int(steps)):
-            x = step(row(i), x)
-    return (x.swapaxes(1, 2) if transposed else x).astype(out_dtype)
+    x = _narrow(x / (_reduce_precision(norm, dtype) + _EPS), dtype)
+    if not isinstance(steps, int):  # a count injected as a hyperparameter
+        rows = jnp.asarray(coeffs, jnp.finfo(wide).dtype)
+        row = lambda i: rows[jnp.minimum(i, len(rows) - 1)] if rows.ndim == 2 else rows  # noqa: E731
+        return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, *row(i), dtype), x)
+    rows = [tuple(map(float, row)) for row in np.broadcast_to(coeffs, (steps, 3))]
+    if gram is None:
+        gram = _gram_is_less_work(*x.shape[1:], steps)
+    if not gram:
+        for row in rows:
+            x = _standard_step(x, *row, dtype)
+        return x
+    for start in range(0, steps, _RESTART):
+        x = _gram_steps(x, rows[start : start + _RESTART], dtype)
+    return x
 
 
-def _replicate(x: jax.Array) -> tuple[jax.Array, Any]:
-    """On a mesh with explicit axes: the array on every device, and how to shard the result back."""
-    sharding = jax.typeof(x).sharding
-    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    if not explicit:
-        return x, lambda y: y
-    replicated = jax.sharding.PartitionSpec(*[None] * x.ndim)
-    return jax.sharding.reshard(x, replicated), lambda y: jax.sharding.reshard(y, sharding.spec)
+def _gram_is_less_work(m: int, n: int, steps: int) -> bool:
+    """Counts the products, m·m·m as 1."""
+    chunks = math.ceil(steps / _RESTART)
+    standard = steps * (2 * n + m)
+    return chunks * 2 * n + (4 * steps - 3 * chunks) * m < standard
+
+
+def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Array:
+    """X ← aX + (bA + cA²)X, rounded wherever PyTorch rounds: in bfloat16 the authors' results
+    depend on every rounding, by some 5 % of an update."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    narrow = lambda y: _narrow(y.astype(wide), dtype)  # noqa: E731
+    gram = narrow(_gram(x))
+    polynomial = narrow(narrow(b * gram) + narrow(_symmetric_product(narrow(c * gram), gram)))
+    return narrow(narrow(a * x) + narrow(polynomial @ x))
+
+
+def _gram_steps(x: jax.Array, rows: list[tuple[float, ...]], dtype: Any) -> jax.Array:
+    r"""The same steps on the small matrix R = X Xᴴ, with one product with X at the end.
+
+    A step is X ← PX for the polynomial P = aI + S, S = bR + cR², which commutes with R. Thus
+
+        R ← PRP = aY + SY,  Y = aR + SR
+
+    and X ends as QX for the product Q of all P. Written Q = qI + T, with the scalar q, it is
+
+        q ← aq,  T ← aT + qS + ST
+
+    so that the large multiples of I, which act on small singular values, are never rounded.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    narrow = lambda y: y.astype(dtype)  # noqa: E731
+    product = lambda y, z: _symmetric_product(y, z).astype(wide)  # noqa: E731
+    gram = narrow(_gram(x))
+    for i, (a, b, c) in enumerate(rows):
+        s = b * gram.astype(wide) + c * product(gram, gram)
+        narrow_s = narrow(s)
+        if i == 0:
+            q, t = a, narrow_s
+        else:
+            t = narrow(a * t.astype(wide) + q * s + product(narrow_s, t))
+            q = a * q
+        if i + 1 < len(rows):
+            y = narrow(a * gram.astype(wide) + product(narrow_s, gram))
+            gram = narrow(a * y.astype(wide) + product(narrow_s, y))
+    return narrow(q * x.astype(wide) + t @ x)
+
+
+def _gram(x: jax.Array) -> jax.Array:
+    """X Xᴴ; the upper half of the rows and the last block are three quarters of the work."""
+    half = x.shape[1] // 2
+    if x.shape[1] < _HALVE:
+        return x @ x.swapaxes(1, 2).conj()
+    upper, lower = x[:, :half], x[:, half:]
+    return _mirror(upper @ x.swapaxes(1, 2).conj(), lower @ lower.swapaxes(1, 2).conj())
+
+
+def _symmetric_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """XY for Hermitian matrices that commute, so that XY is Hermitian too."""
+    half = x.shape[1] // 2
+    if x.shape[1] < _HALVE:
+        return x @ y
+    return _mirror(x[:, :half] @ y, x[:, half:] @ y[:, :, half:])
+
+
+def _mirror(upper: jax.Array, last: jax.Array) -> jax.Array:
+    """The Hermitian matrix of which the upper rows and the last block are given."""
+    half = upper.shape[1]
+    lower = jnp.concatenate([upper[:, :, half:].swapaxes(1, 2).conj(), last], axis=2)
+    return jnp.concatenate([upper, lower], axis=1)
+
+
+def _reduce_precision(y: jax.Array, dtype: Any) -> jax.Array:
+    """Only the mantissa is cut: the range stays float32's."""
+    mantissa = jnp.finfo(dtype).nmant
+    return y if mantissa >= 23 else jax.lax.reduce_precision(y, 8, mantissa)
+
+
+def _narrow(y: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds explicitly, since compilers may skip a cast to low precision and back."""
+    info = jnp.finfo(dtype)
+    if info.nmant < 23:
+        y = jax.lax.reduce_precision(y, info.nexp, info.nmant)
+    return y.astype(dtype)
