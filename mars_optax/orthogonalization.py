@@ -287,21 +287,27 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
     axes = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Auto
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
     ]
-    devices = math.prod(mesh.shape[name] for name in axes)
-    if devices == 1:
+    if not axes:
         return _newton_schulz(stack, iteration)
 
-    def constrain(x, batch, matrix):
-        spec = jax.sharding.PartitionSpec(batch, matrix, matrix)
+    def split(x, count, matrix=jax.sharding.PartitionSpec.UNCONSTRAINED):
+        """The batch split over the first `count` axes of the mesh."""
+        spec = jax.sharding.PartitionSpec(tuple(axes[:count]) or None, matrix, matrix)
         return jax.lax.with_sharding_constraint(x, spec)
 
-    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    # One axis at a time: XLA replicates the stack where two have to move at once.
     count = len(stack)
-    stack = jnp.pad(constrain(stack, None, free), ((0, -count % devices), (0, 0), (0, 0)))
-    stack = _newton_schulz(constrain(stack, tuple(axes), None), iteration)
-    return constrain(constrain(stack, tuple(axes), None), None, free)[:count]
+    stack = jnp.pad(
+        split(stack, 0), ((0, -count % math.prod(mesh.shape[a] for a in axes)), (0, 0), (0, 0))
+    )
+    for i in range(len(axes)):
+        stack = split(stack, i)
+    stack = split(_newton_schulz(split(stack, len(axes), None), iteration), len(axes), None)
+    for i in reversed(range(len(axes))):
+        stack = split(stack, i)
+    return stack[:count]
 
 
 def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
