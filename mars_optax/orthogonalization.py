@@ -25,6 +25,7 @@ STANDARD_COEFFS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8  # the authors' term beside the norm: a zero matrix stays zero
 _RESTART = 3  # steps on one Gram matrix: with more, bfloat16's rounding of it grows too large
 _HALVE = 256  # rows from which a symmetric product is worth computing by halves
+_FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
 
 
 class _Iteration(NamedTuple):
@@ -254,79 +255,104 @@ def _orthogonalize_all(
     for (*_, mesh), members in groups.items():
         run = _stacked([axes[i] for i in members], iteration)
         if jax.sharding.AxisType.Explicit in mesh.axis_types:
-            shardings = tuple(jax.typeof(arrays[i]).sharding for i in members)
+            shardings = [jax.typeof(arrays[i]).sharding for i in members]
             run = jax.sharding.auto_axes(run, out_sharding=shardings)
         for i, y in zip(members, run(*[arrays[i] for i in members]), strict=True):
             results[i] = y
     return results
 
 
-def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., tuple]:
+def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., list]:
     """A function of arrays whose matrices have one shape, or its transpose."""
 
     def run(*arrays):
         matrices = [_to_matrices(x, a) for x, a in zip(arrays, axes, strict=True)]
-        ends = np.cumsum([x.shape[0] for x in matrices])
-        stack = _each_device_its_share(jnp.concatenate(matrices), iteration)
-        parts = [stack[end - len(x) : end] for end, x in zip(ends, matrices, strict=True)]
-        return tuple(_from_matrices(y, a, x) for y, a, x in zip(parts, axes, arrays, strict=True))
+        by_shape: dict[Any, list[int]] = {}
+        for i, x in enumerate(matrices):
+            by_shape.setdefault(x.shape[1:], []).append(i)
+        together = _together if len(arrays) > 1 else lambda x: x
+        stacks = [together(_concatenate([matrices[i] for i in ids])) for ids in by_shape.values()]
+        stack = _concatenate([_wide(x) for x in stacks])
+        result = together(_each_device_its_share(stack, iteration))
+        results = list(matrices)
+        for ids, y, x in zip(by_shape.values(), _split(result, stacks), stacks, strict=True):
+            y = together(y if x.shape[1] <= x.shape[2] else y.swapaxes(1, 2))
+            for i, part in zip(ids, _split(y, [matrices[i] for i in ids]), strict=True):
+                results[i] = _from_matrices(part, axes[i], arrays[i])
+        return results
 
     return run
 
 
 def _to_matrices(x: jax.Array, axes: MatrixAxes) -> jax.Array:
-    """[batch, m, n] with m ≤ n."""
-    fan_in, fan_out = fans(axes, x.shape)
-    batch = math.prod(x.shape[axis] for axis in axes.batch)
-    order, shape = axes.batch + axes.reduction + axes.output, (batch, fan_in, fan_out)
-    if fan_in > fan_out:
-        order, shape = axes.batch + axes.output + axes.reduction, (batch, fan_out, fan_in)
-    return x.transpose(order).reshape(shape)
+    """[batch, fan_in, fan_out]."""
+    permuted = x.transpose(axes.batch + axes.reduction + axes.output)
+    return permuted.reshape((-1, *fans(axes, x.shape)))
 
 
 def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array:
-    fan_in, fan_out = fans(axes, like.shape)
     order = axes.batch + axes.reduction + axes.output
-    if fan_in > fan_out:
-        order = axes.batch + axes.output + axes.reduction
     permuted = y.reshape([like.shape[axis] for axis in order])
     return permuted.transpose(np.argsort(order)).astype(like.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x if x.shape[1] <= x.shape[2] else x.swapaxes(1, 2)
+
+
+def _concatenate(stacks: list[jax.Array]) -> jax.Array:
+    return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+
+
+def _split(stack: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
+    ends = np.cumsum([len(x) for x in like])
+    return [stack[end - len(x) : end] for end, x in zip(ends, like, strict=True)]
+
+
+def _mesh_axes() -> tuple[str, ...]:
+    """The axes of the current mesh over which XLA may share out work."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    )
+
+
+def _share_out(stack: jax.Array, axes: tuple[str, ...], matrix: Any) -> jax.Array:
+    """Splits the batch over `axes` of the mesh; `matrix` says how the other two axes lie."""
+    spec = jax.sharding.PartitionSpec(axes or None, matrix, matrix)
+    return jax.lax.with_sharding_constraint(stack, spec)
+
+
+def _together(stack: jax.Array) -> jax.Array:
+    """Keeps the matrices sharded as the parameters are, but all in one way: they move at once."""
+    return _share_out(stack, (), _FREE) if _mesh_axes() else stack
 
 
 def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array:
     """Newton–Schulz on [batch, m, n], the batch split over all devices of the current mesh.
 
-    Two reshardings of the whole stack are all that is communicated: to whole matrices and back to
-    whatever the parameters' shardings ask for, which XLA finds where it is unconstrained.
+    The stack is resharded as a whole, to whole matrices and back: XLA finds the shardings of the
+    parameters where they are left free.
     """
     dtype = stack.dtype if iteration.dtype is None else jnp.dtype(iteration.dtype)
     if jnp.finfo(dtype).maxexp == jnp.finfo(stack.dtype).maxexp and dtype.kind == stack.dtype.kind:
         stack = stack.astype(min(dtype, stack.dtype, key=lambda d: d.itemsize))  # sent at half size
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
-    ]
+    axes = _mesh_axes()
     if not axes:
         return _newton_schulz(stack, iteration)
-
-    def split(x, count, matrix=jax.sharding.PartitionSpec.UNCONSTRAINED):
-        """The batch split over the first `count` axes of the mesh."""
-        spec = jax.sharding.PartitionSpec(tuple(axes[:count]) or None, matrix, matrix)
-        return jax.lax.with_sharding_constraint(x, spec)
-
-    # One axis at a time: XLA replicates the stack where two have to move at once.
-    count = len(stack)
-    stack = jnp.pad(
-        split(stack, 0), ((0, -count % math.prod(mesh.shape[a] for a in axes)), (0, 0), (0, 0))
-    )
-    for i in range(len(axes)):
-        stack = split(stack, i)
-    stack = split(_newton_schulz(split(stack, len(axes), None), iteration), len(axes), None)
-    for i in reversed(range(len(axes))):
-        stack = split(stack, i)
-    return stack[:count]
+    count, sizes = len(stack), jax.sharding.get_abstract_mesh().shape
+    padding = -count % math.prod(sizes[name] for name in axes)
+    stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
+    # One axis at a time: XLA would replicate the stack where two have to move at once.
+    for i in range(1, len(axes)):
+        stack = _share_out(stack, axes[:i], _FREE)
+    stack = _newton_schulz(_share_out(stack, axes, None), iteration)
+    stack = _share_out(stack, axes, None)
+    for i in reversed(range(1, len(axes))):
+        stack = _share_out(stack, axes[:i], _FREE)
+    return _together(stack)[:count] if padding else stack
 
 
 def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
