@@ -1,18 +1,11 @@
 """Exact MARS-AdamW with Equinox: the arrays of the model are the parameters."""
 
-import sys
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 
 from mars_optax import mars_adamw, value_and_grads
-
-try:
-    import equinox as eqx
-except ImportError:
-    print("This example needs Equinox: pip install equinox")
-    sys.exit()
 
 model = eqx.nn.MLP(2, 1, width_size=32, depth=1, activation=jnp.tanh, key=jax.random.key(0))
 params, static = eqx.partition(model, eqx.is_inexact_array)  # other leaves become None

@@ -155,7 +155,7 @@ def mars_adamw(
     _check_decays(b2=b2)
     _checks.check_non_negative("eps", eps)
     return _with_adamw_fallback(
-        optax.scale_by_adam(b1, b2, eps),
+        lambda _: optax.scale_by_adam(b1, b2, eps),
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -235,7 +235,7 @@ def mars_lion(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 3.
     """
     return _with_adamw_fallback(
-        optax.scale_by_lion(b1, b1),
+        lambda _: optax.scale_by_lion(b1, b1),
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -323,13 +323,15 @@ def mars_shampoo(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 4.
     """
     return _with_adamw_fallback(
-        optax.ema(b1, debias=False),
-        scale_by_orthogonalization(
-            ns_steps=ns_steps,
-            ns_coeffs=ns_coeffs,
-            ns_dtype=ns_dtype,
-            weight_dimension_numbers=weight_dimension_numbers,
-            shape_factor="spectral",
+        lambda numbers: optax.chain(
+            optax.ema(b1, debias=False),
+            scale_by_orthogonalization(
+                ns_steps=ns_steps,
+                ns_coeffs=ns_coeffs,
+                ns_dtype=ns_dtype,
+                weight_dimension_numbers=numbers,
+                shape_factor="spectral",
+            ),
         ),
         learning_rate=learning_rate,
         b1=b1,
@@ -419,13 +421,15 @@ def mars_m(
         Liu et al., `MARS-M <https://arxiv.org/abs/2510.21800>`_, 2025, Algorithm 1.
     """
     return _with_adamw_fallback(
-        optax.ema(b1, debias=False),
-        scale_by_orthogonalization(
-            ns_steps=ns_steps,
-            ns_coeffs=ns_coeffs,
-            ns_dtype=ns_dtype,
-            weight_dimension_numbers=weight_dimension_numbers,
-            shape_factor="rms",
+        lambda numbers: optax.chain(
+            optax.ema(b1, debias=False),
+            scale_by_orthogonalization(
+                ns_steps=ns_steps,
+                ns_coeffs=ns_coeffs,
+                ns_dtype=ns_dtype,
+                weight_dimension_numbers=numbers,
+                shape_factor="rms",
+            ),
         ),
         learning_rate=learning_rate,
         b1=b1,
@@ -505,7 +509,7 @@ def mars_sgdm(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 1.
     """
     return _with_adamw_fallback(
-        optax.ema(b1, debias=False),
+        lambda _: optax.ema(b1, debias=False),
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -532,7 +536,8 @@ def _check_decays(**decays: Any) -> None:
 
 
 def _with_adamw_fallback(
-    *preconditioner: optax.GradientTransformation,
+    preconditioner: Callable[[WeightDimensionNumbers], optax.GradientTransformation],
+    *,
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike,
     weight_decay: jax.typing.ArrayLike,
@@ -566,45 +571,48 @@ def _with_adamw_fallback(
             "of the optimizer with `optax.chain`."
         )
 
-    variance_reduction = mars_vr(
-        gamma,
-        b1,
-        clip_norm=clip_norm,
-        clip_scope=clip_scope,
-        exact=exact,
-        grad_dtype=grad_dtype,
-        weight_dimension_numbers=weight_dimension_numbers,
-    )
-
-    def labels(params):
-        is_mars = _is_mars(mars_mask, weight_dimension_numbers, params)
-        return jax.tree.map(lambda m: "mars" if m else "adamw", is_mars)
-
-    partitioned = optax.partition(
-        {
-            "mars": optax.chain(
-                variance_reduction,
-                *preconditioner,
-                optax.add_decayed_weights(weight_decay, weight_decay_mask),
-                optax.scale_by_learning_rate(learning_rate),
+    def matrices(numbers: WeightDimensionNumbers, decayed: Any) -> optax.GradientTransformation:
+        return optax.chain(
+            mars_vr(
+                gamma,
+                b1,
+                clip_norm=clip_norm,
+                clip_scope=clip_scope,
+                exact=exact,
+                grad_dtype=grad_dtype,
+                weight_dimension_numbers=numbers,
             ),
-            "adamw": optax.adamw(
-                adam_learning_rate,
-                adam_b1,
-                adam_b2,
-                adam_eps,
-                weight_decay=adam_weight_decay,
-                mask=weight_decay_mask,
-            ),
-        },
-        labels,
-    )
-    inner = keep_dtypes(partitioned)
+            preconditioner(numbers),
+            optax.add_decayed_weights(weight_decay, decayed),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    def others(decayed: Any) -> optax.GradientTransformation:
+        return optax.adamw(
+            adam_learning_rate,
+            adam_b1,
+            adam_b2,
+            adam_eps,
+            weight_decay=adam_weight_decay,
+            mask=decayed,
+        )
+
+    def partitioned(params: optax.Params) -> optax.GradientTransformationExtraArgs:
+        """Callables are called here, on all parameters: further in, they would see masked trees."""
+        numbers = _numbers_of(weight_dimension_numbers, params)
+        decayed = weight_decay_mask
+        if decayed is not None:
+            decayed = _mask_of("weight_decay_mask", decayed, params)
+        is_mars = _is_mars(mars_mask, numbers, params)
+        labels = jax.tree.map(lambda m: "mars" if m else "adamw", is_mars)
+        parts = {"mars": matrices(numbers, decayed), "adamw": others(decayed)}
+        return keep_dtypes(optax.partition(parts, labels))
+
+    matrices(None, None)  # raises for invalid arguments
 
     def init_fn(params):
         _checks.check_inexact("params", params)
-        _mask_of("weight_decay_mask", weight_decay_mask, params)
-        return inner.init(params)
+        return partitioned(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         reject_pair(updates)
@@ -614,10 +622,18 @@ def _with_adamw_fallback(
                 "needs them."
             )
         _checks.check_same_tree("updates", updates, "`params`", params)
-        return inner.update(updates, state, params, **extra_args)
+        return partitioned(params).update(updates, state, params, **extra_args)
 
     optimizer = optax.GradientTransformationExtraArgs(init_fn, update_fn)
     return exact_wrapper(optimizer, preprocess=preprocess) if exact else optimizer
+
+
+def _numbers_of(spec: WeightDimensionNumbers, params: Any) -> WeightDimensionNumbers:
+    """Dimension numbers as a tree like `params`, or None where none are given."""
+    if spec is None:
+        return None
+    structure = jax.tree.structure(params, is_leaf=_checks.is_none)
+    return jax.tree.unflatten(structure, resolve(spec, params))
 
 
 def _is_mars(mask: MaskOrFn, numbers: WeightDimensionNumbers, params: Any) -> Any:
@@ -632,9 +648,9 @@ def _is_mars(mask: MaskOrFn, numbers: WeightDimensionNumbers, params: Any) -> An
     return jax.tree.unflatten(jax.tree.structure(params), is_mars)
 
 
-def _mask_of(name: str, mask: MaskOrFn, params: Any) -> Any:
+def _mask_of(name: str, mask: Any, params: Any) -> Any:
     """Resolves a mask (a tree, a prefix of one or a callable) to a tree of bools like `params`."""
-    if mask is None or not jax.tree.leaves(params):
+    if not jax.tree.leaves(params):
         return jax.tree.map(lambda _: True, params)
     if callable(mask):
         mask = mask(params)

@@ -232,11 +232,16 @@ def _store(updates: Any, last_grad: Any, finite: jax.Array | None) -> Any:
     )
     if finite is None:
         finite = all_finite(cast)
-    else:  # a float16 store can overflow all the same
-        finite &= all_finite([c for c in jax.tree.leaves(cast) if c.dtype == jnp.float16])
+    else:  # the store overflows all the same where its dtype has the smaller range
+        finite &= all_finite(jax.tree.map(_if_narrowed, cast, updates))
     return jax.tree.map(
         lambda g, last: last if g is None else jnp.where(finite, g, last),
         cast,
         last_grad,
         is_leaf=_checks.is_none,
     )
+
+
+def _if_narrowed(stored: jax.Array, grad: jax.Array) -> jax.Array | None:
+    narrowed = jnp.finfo(stored.dtype).maxexp < jnp.finfo(grad.dtype).maxexp
+    return stored if narrowed else None

@@ -132,6 +132,46 @@ def test_aux_is_that_of_the_current_point_and_argnums_are_those_of_jax():
     assert jax.tree.map(float, grads.prev_grad) == (7.0, 5.0)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_correction_on_one_micro_batch_of_n(n):
+    """c = g + k (g_S − g⁻_S), S every n-th example, against gradients by hand."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 8)).astype(np.float32)
+    x, previous = np.float32(1.5), np.float32(-0.5)
+
+    def loss_with_aux(x, batch, scale):  # ∇ = scale · mean(a x + b)
+        return scale * jnp.mean(batch["a"] * x**2 / 2 + batch["b"] * x), batch["a"]
+
+    state = exact(mars_vr(0.1, exact=True)).init(jnp.asarray(x))
+    state = state._replace(prev_params=jnp.asarray(previous))
+    fn = jax.jit(value_and_grads(loss_with_aux, has_aux=True, micro_batches=n))
+    (value, aux), grads = fn(jnp.asarray(x), {"a": a, "b": b}, scale=2.0, state=state)
+    np.testing.assert_allclose(value, 2 * np.mean(a * x**2 / 2 + b * x), rtol=1e-5)
+    np.testing.assert_array_equal(aux, a.reshape(-1, n).T)
+    g, correction = 2 * np.mean(a * x + b), 2 * np.mean(a[::n]) * (x - previous)
+    np.testing.assert_allclose(grads.grad, g, rtol=1e-5)
+    np.testing.assert_allclose(grads.prev_grad, g - correction, rtol=1e-5)
+
+    optimizer = mars_optax.mars_adamw(1e-2, exact=True, mars_mask=True, gamma=0.5, clip_norm=None)
+    params, state = jnp.asarray(x), optimizer.init(jnp.asarray(x))
+    state = state._replace(prev_params=jnp.asarray(previous))
+    _, state = optimizer.update(grads, state, params)
+    (mu,) = optax.tree.get_all_with_path(state, "mu")[0][1:]
+    np.testing.assert_allclose(mu, 0.05 * (g + 9.5 * correction), rtol=1e-5)
+
+
+def test_micro_batches_that_do_not_fit_are_errors():
+    state = exact(mars_vr(0.1, exact=True)).init(jnp.ones(()))
+    loss = lambda x, batch: x * jnp.mean(batch)  # noqa: E731
+    with pytest.raises(ValueError, match=r"`micro_batches` is 3.*shape \(8,\).*by keyword"):
+        value_and_grads(loss, micro_batches=3)(jnp.ones(()), jnp.ones(8), state=state)
+    with pytest.raises(ValueError, match=r"`micro_batches` is 2.*shape \(\)"):
+        value_and_grads(loss, micro_batches=2)(jnp.ones(()), 3.0, state=state)
+    for bad in (0, 2.0):
+        with pytest.raises(ValueError, match=rf"`micro_batches`.*{bad}.*at least 1"):
+            value_and_grads(loss, micro_batches=bad)
+
+
 def test_flax_train_state():
     model = nn.Dense(3)
     params = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]

@@ -1,0 +1,50 @@
+"""The experiments' measurements agree with theory, and the committed results with their figures."""
+
+import jax
+import pytest
+
+from benchmarks.experiments import variance_reduction as vr
+
+B1 = 0.9
+
+
+def open_loop(problem, gamma, exact):
+    measured = jax.jit(lambda b1: vr.open_loop(problem, gamma, b1, exact, runs=128, steps=600))(B1)
+    return tuple(map(float, measured))
+
+
+@pytest.fixture(scope="module")
+def additive():
+    problem = vr.quadratic("additive")
+    return problem, open_loop(problem, 0.0, exact=False)
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.3, 1.0])
+def test_bias_and_variance_are_those_of_theory(additive, gamma):
+    problem, (ema_bias2, ema_variance) = additive
+    bias2, variance = open_loop(problem, gamma, exact=True)
+    assert bias2 / ema_bias2 == pytest.approx((1 - gamma) ** 2, abs=0.05)
+    assert variance / ema_variance == pytest.approx(1.0, rel=1e-3)  # the noise cancels in g - g⁻
+    _, variance = open_loop(problem, gamma, exact=False)
+    assert variance / ema_variance == pytest.approx(vr.variance_ratio(gamma, B1), rel=0.05)
+
+
+def test_exact_with_gamma_1_errs_less_than_the_ema_at_the_best_b1_of_each():
+    problem = vr.quadratic("multiplicative")
+    decays = (0.8, 0.9, 0.95, 0.98, 0.99)
+
+    def least_error(gamma, exact):
+        f = jax.jit(lambda b1: sum(vr.open_loop(problem, gamma, b1, exact, runs=64, steps=600)))
+        return min(float(f(b1)) for b1 in decays)
+
+    assert least_error(1.0, exact=True) < 0.6 * least_error(0.0, exact=False)
+
+
+def test_descent_along_exact_with_gamma_1_ends_nearer_to_the_optimum():
+    problem = vr.quadratic("additive")
+
+    def least_tail(gamma, exact):
+        f = jax.jit(lambda b1: vr.closed_loop(problem, gamma, b1, exact, runs=32, steps=3000))
+        return min(float(f(b1).mean()) for b1 in (0.9, 0.95, 0.98, 0.99))
+
+    assert least_tail(1.0, exact=True) < 0.7 * least_tail(0.0, exact=False)
