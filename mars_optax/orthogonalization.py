@@ -276,7 +276,7 @@ def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., lis
         result = together(_each_device_its_share(stack, iteration))
         results = list(matrices)
         for ids, y, x in zip(by_shape.values(), _split(result, stacks), stacks, strict=True):
-            y = together(y if x.shape[1] <= x.shape[2] else y.swapaxes(1, 2))
+            y = together(y if x.shape[1] < x.shape[2] else y.swapaxes(1, 2))
             for i, part in zip(ids, _split(y, [matrices[i] for i in ids]), strict=True):
                 results[i] = _from_matrices(part, axes[i], arrays[i])
         return results
@@ -297,7 +297,8 @@ def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x if x.shape[1] <= x.shape[2] else x.swapaxes(1, 2)
+    """[batch, m, n] with m ≤ n; square ones are transposed to PyTorch's (out, in)."""
+    return x if x.shape[1] < x.shape[2] else x.swapaxes(1, 2)
 
 
 def _concatenate(stacks: list[jax.Array]) -> jax.Array:
@@ -394,9 +395,10 @@ def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Arra
     depend on every rounding, by some 5 % of an update."""
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow = lambda y: _narrow(y.astype(wide), dtype)  # noqa: E731
+    times = lambda scale, y: narrow(scale * y.astype(wide))  # noqa: E731
     gram = narrow(_gram(x))
-    polynomial = narrow(narrow(b * gram) + narrow(_symmetric_product(narrow(c * gram), gram)))
-    return narrow(narrow(a * x) + narrow(polynomial @ x))
+    polynomial = times(b, gram) + narrow(_symmetric_product(times(c, gram), gram))
+    return narrow(times(a, x) + narrow(narrow(polynomial) @ x))
 
 
 def _gram_steps(x: jax.Array, rows: list[tuple[float, ...]], dtype: Any) -> jax.Array:

@@ -144,6 +144,93 @@ def mars_vr(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+class MarsMomentumState(NamedTuple):
+    """State of :func:`mars_momentum`."""
+
+    ema: optax.Updates
+
+
+def mars_momentum(
+    gamma: jax.typing.ArrayLike = 0.025, b1: jax.typing.ArrayLike = 0.95
+) -> optax.GradientTransformationExtraArgs:
+    r"""The momentum of the corrected gradient, with one buffer instead of two.
+
+    .. math::
+        \text{EMA}_t &= b_1 \text{EMA}_{t-1} + (1 - b_1) g_t \\
+        m_t &= (1 - \gamma) \text{EMA}_t + \gamma g_t
+
+    For a constant :math:`\gamma`, in approximate mode and without the clip, that is
+    ``optax.chain(mars_vr(gamma, b1, clip_norm=None), optax.ema(b1, debias=False))`` from the first
+    step on: quasi-hyperbolic momentum. :func:`mars_optax.mars_lion`,
+    :func:`mars_optax.mars_shampoo`, :func:`mars_optax.mars_m` and :func:`mars_optax.mars_sgdm` use
+    it where these hold.
+
+    Where any entry of a gradient tree is not finite, the whole tree is left out of the state, but
+    the returned momentum is not finite either, so that `optax.apply_if_finite` notices.
+
+    Args:
+        gamma: The scale of the variance reduction, at least 0. A schedule needs the two buffers.
+        b1: Decay rate of the momentum, in [0, 1).
+
+    Returns:
+        A `GradientTransformationExtraArgs` with the state :class:`MarsMomentumState`. Arithmetic is
+        in float32 or wider; the average is stored in the parameters' dtypes and :math:`m_t`
+        returned in the gradients'.
+
+    Raises:
+        ValueError: `gamma` is negative, `b1` is outside [0, 1); in `update`, trees do not match or
+            `prev_grad` is given.
+        TypeError: `gamma` is a schedule, a parameter is not floating point, or `updates` is a
+            `MarsGrads` pair.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mars_optax import mars_momentum
+        >>> momentum = mars_momentum(gamma=0.5, b1=0.9)
+        >>> state = momentum.init(jnp.zeros(2))
+        >>> m, state = momentum.update(jnp.array([1.0, 2.0]), state)
+        >>> print(m, state.ema)
+        [0.55 1.1 ] [0.1 0.2]
+
+    References:
+        Ma and Yarats, `Quasi-hyperbolic momentum <https://arxiv.org/abs/1810.06801>`_, 2018.
+    """
+    if callable(gamma):
+        raise TypeError(
+            f"`gamma` must be a number, got the schedule {gamma!r}: use "
+            "optax.chain(mars_vr(gamma, b1), optax.ema(b1, debias=False))."
+        )
+    _checks.check_non_negative("gamma", gamma)
+    _checks.check_decay("b1", b1)
+
+    def init_fn(params):
+        _checks.check_inexact("params", params)
+        return MarsMomentumState(optax.tree.zeros_like(params))
+
+    def update_fn(updates, state, params=None, *, prev_grad=None, **unused_extra_args):
+        del params, unused_extra_args
+        reject_pair(updates)
+        _reject_prev_grad(prev_grad)
+        _checks.check_same_tree("updates", updates, "the state's `ema`", state.ema)
+
+        def average(g, ema):
+            if g is None:
+                return None
+            dtype = jnp.promote_types(jnp.result_type(g, ema), jnp.float32)
+            return b1 * ema.astype(dtype) + (1 - b1) * g.astype(dtype)
+
+        def momentum(g, ema):
+            return None if g is None else ((1 - gamma) * ema + gamma * g).astype(g.dtype)
+
+        def map_trees(f, *trees):
+            return jax.tree.map(f, *trees, is_leaf=_checks.is_none)
+
+        ema = map_trees(average, updates, state.ema)
+        return map_trees(momentum, updates, ema), MarsMomentumState(_store(ema, state.ema, None))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _check_dimension_numbers(spec: WeightDimensionNumbers, params: Any) -> None:
     leaves = jax.tree.leaves(params, is_leaf=_checks.is_none)
     for numbers, leaf in zip(resolve(spec, params), leaves, strict=True):
@@ -158,12 +245,8 @@ def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: 
             "the whole optimizer in `mars_optax.exact` and hand it the pair from "
             "`mars_optax.value_and_grads`, or pass `prev_grad=` to `update`."
         )
-    if not exact and prev_grad is not None:
-        raise ValueError(
-            "`prev_grad` was given, but this optimizer is approximate and would not use it: build "
-            "it with `exact=True`, or leave `prev_grad` out."
-        )
     if not exact:
+        _reject_prev_grad(prev_grad)
         _checks.check_same_tree("updates", updates, "the state's `last_grad`", state.last_grad)
         return state.last_grad
     # `optax.masked` and `optax.partition` mask the updates only, so prev_grad is masked here.
@@ -174,6 +257,14 @@ def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: 
         )
     _checks.check_same_tree("prev_grad", prev_grad, "`updates`", updates)
     return prev_grad
+
+
+def _reject_prev_grad(prev_grad: Any) -> None:
+    if prev_grad is not None:
+        raise ValueError(
+            "`prev_grad` was given, but this optimizer is approximate and would not use it: build "
+            "it with `exact=True`, or leave `prev_grad` out."
+        )
 
 
 def _correction_scale(gamma: jax.typing.ArrayLike, b1: jax.typing.ArrayLike) -> Any:
