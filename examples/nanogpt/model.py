@@ -38,8 +38,17 @@ class GPTConfig:
     """Unroll the loop over layers: faster steps on a CPU, longer compilation."""
     attention: Literal["auto", "einsum", "xla", "cudnn"] = "auto"
     """`jax.nn.dot_product_attention` by xla or cudnn, or a plain einsum. auto: by the device."""
+    remat: bool = False
+    """Compute each block a second time in the backward pass instead of keeping its insides."""
+    loss_chunk: int = 0
+    """Positions whose logits exist at a time in the loss, which takes them twice; 0 for all."""
 
     def __post_init__(self) -> None:
+        if self.loss_chunk < 0 or (self.loss_chunk and self.context % self.loss_chunk):
+            raise ValueError(
+                f"context {self.context} is not a multiple of loss_chunk {self.loss_chunk}: change "
+                "one of them; 0 takes all logits at once."
+            )
         if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of heads {self.heads}: change one of them."
@@ -51,13 +60,22 @@ class GPTConfig:
 
 
 # The authors' runs, and nanoGPT's, have no biases.
+_authors = partial(GPTConfig, bias=False, scale_by_layer=True, loss_chunk=128)
 PRESETS: dict[str, GPTConfig] = {
     "demo": GPTConfig(4, 4, 96, context=128, bias=False, unroll=True),
-    "small": GPTConfig(12, 12, 768, bias=False, scale_by_layer=True),
-    "medium": GPTConfig(24, 16, 1024, bias=False, scale_by_layer=True),
-    "large": GPTConfig(36, 20, 1280, bias=False, scale_by_layer=True),
-    "xl": GPTConfig(48, 25, 1600, bias=False, scale_by_layer=True),
+    "small": _authors(12, 12, 768),
+    "medium": _authors(24, 16, 1024, remat=True),
+    "large": _authors(36, 20, 1280, remat=True),
+    "xl": _authors(48, 25, 1600, remat=True),
 }
+
+
+class Linear(nnx.Linear):
+    """Adds its bias in float32, so that the bias's gradient is a sum in float32."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        return y if self.bias is None else (y + self.bias[...]).astype(self.dtype)
 
 
 class Block(nnx.Module):
@@ -65,7 +83,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         D = config.width
-        linear = partial(nnx.Linear, use_bias=config.bias, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        linear = partial(Linear, use_bias=config.bias, dtype=jnp.dtype(config.dtype), rngs=rngs)
         init = jax.nn.initializers.normal(INIT_STD)
         # 2 L branches add up in the residual stream: this keeps its variance independent of L.
         residual_init = jax.nn.initializers.normal(INIT_STD / math.sqrt(2 * config.layers))
@@ -80,15 +98,30 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, layer: jax.Array | int, key: jax.Array | None) -> jax.Array:
         """x [B, T, D] -> [B, T, D]. `layer` counts from 0."""
         keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
-        rate, dtype = self.config.dropout, jnp.dtype(self.config.dtype)
-        scale: jax.Array | float = 1 / math.sqrt(self.config.width // self.config.heads)
-        if self.config.scale_by_layer:
-            scale = scale / (layer + 1)
-        q, k, v = jnp.split(self.attention_in(self.attention_norm(x).astype(dtype)), 3, axis=-1)
-        y = causal_attention(q, k, v, scale, self.config, keys[0])
-        x = x + dropout(self.attention_out(y), rate, keys[1]).astype(x.dtype)
-        y = jax.nn.gelu(self.mlp_in(self.mlp_norm(x).astype(dtype)), approximate=True)
-        return x + dropout(self.mlp_out(y), rate, keys[2]).astype(x.dtype)
+        q, k, v = self.project(x)
+        y = causal_attention(q, k, v, self.scale(layer), self.config, keys[0])
+        return self.finish(x, y, keys[1:])
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries, keys and values, each [B, T, H, K], of x [B, T, D]."""
+        H = self.config.heads
+        y = self.attention_in(self.attention_norm(x).astype(self.config.dtype))
+        return tuple(a.reshape(*x.shape[:2], H, -1) for a in jnp.split(y, 3, axis=-1))
+
+    def scale(self, layer: jax.Array | int) -> jax.Array | float:
+        """What the scores of a layer, counted from 0, are multiplied by."""
+        scale = 1 / math.sqrt(self.config.width // self.config.heads)
+        return scale / (layer + 1) if self.config.scale_by_layer else scale
+
+    def finish(
+        self, x: jax.Array, y: jax.Array, keys: tuple[jax.Array | None, ...] = (None, None)
+    ) -> jax.Array:
+        """Adds what attention found, y [B, T, H, K], to x [B, T, D], then the network's share."""
+        rate = self.config.dropout
+        y = self.attention_out(y.reshape(x.shape))
+        x = x + dropout(y, rate, keys[0]).astype(x.dtype)
+        y = jax.nn.gelu(self.mlp_in(self.mlp_norm(x).astype(self.config.dtype)), approximate=True)
+        return x + dropout(self.mlp_out(y), rate, keys[1]).astype(x.dtype)
 
 
 class GPT(nnx.Module):
@@ -107,9 +140,17 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Logits [B, T, V] in float32 for tokens [B, T]; dropout only where a key is given."""
-        L, T = self.config.layers, tokens.shape[1]
+        return head(self.hidden(tokens, key), self.token_embedding.embedding[...], self.config)
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """[B, T, D] for tokens [B, T] at positions [T]."""
+        return self.token_embedding(tokens) + self.position_embedding(positions)
+
+    def hidden(self, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """What the head takes, [B, T, D] in float32."""
+        L = self.config.layers
         keys = None if key is None else jax.random.split(key, L + 1)
-        x = self.token_embedding(tokens) + self.position_embedding(jnp.arange(T))
+        x = self.embed(tokens, jnp.arange(tokens.shape[1]))
         x = dropout(x, self.config.dropout, None if keys is None else keys[L])
         block, stacked = nnx.split(self.blocks)
 
@@ -117,19 +158,25 @@ class GPT(nnx.Module):
             parameters, layer, key = inputs
             return nnx.merge(block, parameters)(x, layer, key), None
 
+        if self.config.remat:  # inside a scan nothing tempts XLA to merge the two computations
+            apply = jax.checkpoint(apply, prevent_cse=self.config.unroll)
         if self.config.unroll:
             for layer, parameters in enumerate(unstack(stacked, L)):
                 x, _ = apply(x, (parameters, layer, None if keys is None else keys[layer]))
         else:
             layers = (stacked, jnp.arange(L), None if keys is None else keys[:L])
             x, _ = jax.lax.scan(apply, x, layers)
-        dtype = jnp.dtype(self.config.dtype)
-        return jnp.einsum(
-            "btd,vd->btv",
-            self.final_norm(x).astype(dtype),
-            self.token_embedding.embedding[...].astype(dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return self.final_norm(x)
+
+
+def head(x: jax.Array, embedding: jax.Array, config: GPTConfig) -> jax.Array:
+    """Logits [..., V] in float32 of x [..., D], by the token embedding [V, D]."""
+    return jnp.einsum(
+        "...d,vd->...v",
+        x.astype(config.dtype),
+        embedding.astype(config.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -158,27 +205,37 @@ def causal_attention(
     config: GPTConfig,
     key: jax.Array | None,
 ) -> jax.Array:
-    """q, k, v [B, T, D] -> [B, T, D], every token attending to itself and what came before."""
-    B, T, D = q.shape
-    heads = (B, T, config.heads, D // config.heads)
-    q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
+    """q, k, v [B, T, H, K] -> the same, every token attending to itself and what came before."""
+    T = q.shape[1]
     implementation = config.attention
     if implementation == "auto":
         implementation = best_attention(config.dtype)
     dropping = key is not None and config.dropout > 0
     if implementation == "einsum" or dropping:  # JAX's attention has no dropout
-        q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))  # [B, H, T, K]
-        scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
-        weights = dropout(jax.nn.softmax(scores), config.dropout, key).astype(v.dtype)
-        y = jnp.swapaxes(jnp.einsum("bhts,bhsk->bhtk", weights, v), 1, 2)
-    else:
-        # The scale may differ by layer: it is applied to q, since the kernels want a constant.
-        q = (q * scale).astype(v.dtype)
-        y = jax.nn.dot_product_attention(
-            q, k, v, scale=1.0, is_causal=True, implementation=implementation
-        )
-    return y.reshape(B, T, D)
+        mask = jnp.tril(jnp.ones((T, T), bool))
+        return masked_attention(q, k, v, scale, mask, config.dropout, key)
+    # The scale may differ by layer: it is applied to q, since the kernels want a constant.
+    q = (q * scale).astype(v.dtype)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=1.0, is_causal=True, implementation=implementation
+    )
+
+
+def masked_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: jax.Array | float,
+    mask: jax.Array,
+    rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """q [B, T, H, K] over k, v [B, S, H, K] where mask [T, S] allows it -> [B, T, H, K]."""
+    q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))  # [B, H, T, K]
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    y = jnp.einsum("bhts,bhsk->bhtk", dropout(weights, rate, key).astype(v.dtype), v)
+    return jnp.swapaxes(y, 1, 2)
 
 
 def best_attention(dtype: str) -> Literal["einsum", "xla", "cudnn"]:
@@ -218,5 +275,26 @@ def loss(
     graphdef: nnx.GraphDef, params: Params, tokens: jax.Array, key: jax.Array | None = None
 ) -> jax.Array:
     """Mean cross-entropy in nats of predicting tokens[:, 1:], for tokens [B, T + 1]."""
-    predicted = logits(graphdef, params, tokens[:, :-1], key)
-    return optax.softmax_cross_entropy_with_integer_labels(predicted, tokens[:, 1:]).mean()
+    network = nnx.merge(graphdef, params)
+    x, targets = network.hidden(tokens[:, :-1], key), tokens[:, 1:]
+    chunk, T = network.config.loss_chunk, targets.shape[1]
+    one = partial(_summed_loss, network.token_embedding.embedding[...], config=network.config)
+    if chunk in (0, T):
+        return one(x, targets) / targets.size
+    if T % chunk:
+        raise ValueError(f"{T} positions are not a multiple of loss_chunk {chunk}: change it.")
+    chunks = [jnp.stack(jnp.split(a, T // chunk, axis=1)) for a in (x, targets)]
+    # Logits are not kept for the backward pass but computed again: V is much more than D.
+    again = jax.checkpoint(one, prevent_cse=False)
+    total, _ = jax.lax.scan(lambda total, c: (total + again(*c), None), jnp.float32(0), chunks)
+    return total / targets.size
+
+
+def _summed_loss(
+    embedding: jax.Array, x: jax.Array, targets: jax.Array, *, config: GPTConfig
+) -> jax.Array:
+    predicted = head(x, embedding, config)
+    if config.padded_vocab > config.vocab_size:  # what is never a target has no probability
+        occurs = jnp.arange(config.padded_vocab) < config.vocab_size
+        predicted = jnp.where(occurs, predicted, -jnp.inf)
+    return optax.softmax_cross_entropy_with_integer_labels(predicted, targets).sum()
