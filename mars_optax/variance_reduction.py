@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from mars_optax import _checks
 from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
@@ -125,15 +126,18 @@ def mars_vr(
         scale = _correction_scale(gamma(state.count) if callable(gamma) else gamma, b1)
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
         previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
-        corrected = [
-            None if g is None else _correct(g, p, scale)
-            for g, p in zip(grads, previous_leaves, strict=True)
-        ]
         numbers = resolve(weight_dimension_numbers, updates)
-        if clip_norm is None:
-            finite = None
-        else:
-            corrected, finite = _clip(corrected, clip_norm, clip_scope, numbers)
+        if clip_norm is None or clip_scope == "global":
+            numbers = [None] * len(grads)
+        corrected, norms = [], []
+        for g, p, spec in zip(grads, previous_leaves, numbers, strict=True):
+            corrected.append(None if g is None else _correct(g, p, scale))
+            if clip_norm is not None and g is not None:
+                norms.append(_squared_norm(corrected[-1], spec))
+                scale = _after(norms[-1], scale)
+        finite = None
+        if clip_norm is not None:
+            corrected, finite = _clip(corrected, norms, clip_norm, clip_scope), all_finite(norms)
         corrected = [
             None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
         ]
@@ -282,32 +286,35 @@ def _correct(grad: jax.Array, previous: jax.Array, scale: Any) -> jax.Array:
     return grad + jnp.asarray(scale, jnp.finfo(dtype).dtype) * (grad - previous)
 
 
-def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> tuple[list, jax.Array]:
-    """Divides by max(1, norm / clip_norm); also tells whether all norms are finite.
+def _squared_norm(c: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
+    """Of each matrix where dimension numbers are given; `c` is float32 or wider."""
+    squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
+    if spec is None:
+        return jnp.sum(squares)
+    axes = matrix_axes(spec, c.shape)
+    return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
 
-    The leaves are float32 or wider, or None.
-    """
 
-    def squared_norm(c, spec):
-        squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
-        if spec is None:
-            return jnp.sum(squares)
-        axes = matrix_axes(spec, c.shape)
-        return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
+def _after(squared_norm: jax.Array, scale: Any) -> Any:
+    """`scale`, as if it depended on the norm: then XLA's CPU backend is done with one tensor before
+    it corrects the next, in memory that is still cached. Other backends would lose by an order."""
+    wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
+    return scale + jax.lax.platform_dependent(
+        squared_norm, cpu=wait, default=lambda n: jnp.zeros(())
+    )
 
-    def clip(c, squared):
+
+def _clip(corrected: list, squared_norms: list, clip_norm: Any, scope: str) -> list:
+    """Divides by max(1, norm / clip_norm); a leaf may be None, and has no norm then."""
+    if scope == "global":
+        squared_norms = [sum(squared_norms)] * len(squared_norms)
+    norms = iter(squared_norms)
+
+    def clip(c):
+        squared = next(norms)
         return c / jnp.maximum(1.0, jnp.sqrt(squared) / clip_norm).astype(squared.dtype)
 
-    if scope == "global":
-        total = sum(squared_norm(c, None) for c in corrected if c is not None)
-        norms = [None if c is None else total for c in corrected]
-    else:
-        norms = [
-            None if c is None else squared_norm(c, spec)
-            for c, spec in zip(corrected, numbers, strict=True)
-        ]
-    clipped = [None if c is None else clip(c, n) for c, n in zip(corrected, norms, strict=True)]
-    return clipped, all_finite(norms)
+    return [None if c is None else clip(c) for c in corrected]
 
 
 def _store(updates: Any, last_grad: Any, finite: jax.Array | None) -> Any:
