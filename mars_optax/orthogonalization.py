@@ -287,7 +287,8 @@ def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., lis
 def _to_matrices(x: jax.Array, axes: MatrixAxes) -> jax.Array:
     """[batch, fan_in, fan_out]."""
     permuted = x.transpose(axes.batch + axes.reduction + axes.output)
-    return permuted.reshape((-1, *fans(axes, x.shape)))
+    batch = math.prod(x.shape[axis] for axis in axes.batch)
+    return permuted.reshape((batch, *fans(axes, x.shape)))
 
 
 def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array:
