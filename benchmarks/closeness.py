@@ -6,6 +6,7 @@ Deterministic on a given backend; a table of the relative distance and of the si
 """
 
 import argparse
+import functools
 import json
 import pathlib
 
@@ -16,11 +17,15 @@ import numpy as np
 from mars_optax import orthogonalize
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "closeness.json"
+_BF16 = {"ns_dtype": jnp.bfloat16}
 FORMS = {
-    "float32, standard": {"ns_gram": False},
-    "float32, Gram": {"ns_gram": True},
-    "bfloat16, standard": {"ns_gram": False, "ns_dtype": jnp.bfloat16},
-    "bfloat16, Gram": {"ns_gram": True, "ns_dtype": jnp.bfloat16},
+    name: jax.jit(functools.partial(orthogonalize, **settings))
+    for name, settings in {
+        "float32, standard": {"ns_gram": False},
+        "float32, Gram": {"ns_gram": True},
+        "bfloat16, standard": {"ns_gram": False, **_BF16},
+        "bfloat16, Gram": {"ns_gram": True, **_BF16},
+    }.items()
 }
 
 
@@ -50,8 +55,8 @@ def matrix(m: int, n: int, spectrum: np.ndarray | None) -> tuple[np.ndarray, np.
 
 def measure(x: np.ndarray, polar: np.ndarray) -> dict[str, dict]:
     rows = {}
-    for form, settings in FORMS.items():
-        y = np.asarray(jax.jit(lambda x, s=settings: orthogonalize(x, **s))(x), np.float64)
+    for form, function in FORMS.items():
+        y = np.asarray(function(x), np.float64)
         # Along the directions of the polar factor, which leaves out those of singular value 0.
         values = np.linalg.svd(y, compute_uv=False)[: np.linalg.matrix_rank(polar)]
         rows[form] = {

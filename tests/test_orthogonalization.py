@@ -9,6 +9,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+from benchmarks.closeness import matrix, spectra
 from mars_optax import orthogonalize, scale_by_orthogonalization
 from mars_optax.orthogonalization import STANDARD_COEFFS
 
@@ -98,33 +99,12 @@ def test_bad_gram():
 # Closeness to the polar factor
 
 
-def spectra(m):
-    k = np.arange(m)
-    return {
-        "random": None,
-        "1/k": 1 / (k + 1.0),
-        "1/k²": (k + 1.0) ** -2,
-        "to 1e-3": 10 ** (-3 * k / m),
-        "to 1e-6": 10 ** (-6 * k / m),
-        "rank m/2": np.where(k < m // 2, 1.0, 0.0),
-        "rank 8": np.where(k < 8, 1.0, 0.0),
-        "one of 50": np.where(k < 1, 1.0, 0.02),
-        "noise of 3e-3": np.where(k < m // 16, 1.0, 3e-3),
-    }
-
-
-def matrix_and_polar_factor(m, n, spectrum):
-    u, s, vt = np.linalg.svd(random((m, n), seed=m + n), full_matrices=False)
-    s = s if spectrum is None else spectrum
-    return ((u * s) @ vt).astype(np.float32), (u * (s > 1e-9)) @ vt
-
-
 @pytest.mark.parametrize("aspect", [1, 2, 4, 8])
 @pytest.mark.parametrize("spectrum", spectra(1))
 def test_at_least_as_close_as_five_standard_steps_in_bfloat16(spectrum, aspect):
     """Relative distance to U Vᵀ; 0.01 is left for the noise of flat random spectra."""
     m = 128
-    x, polar = matrix_and_polar_factor(m, m * aspect, spectra(m)[spectrum])
+    x, polar = matrix(m, m * aspect, spectra(m)[spectrum])
     distance = lambda y: np.linalg.norm(y - polar) / np.linalg.norm(polar)  # noqa: E731
     of = lambda dtype, gram: distance(  # noqa: E731
         np.asarray(jitted(ns_dtype=dtype, ns_gram=gram)(x), np.float64)
@@ -138,7 +118,7 @@ def test_at_least_as_close_as_five_standard_steps_in_bfloat16(spectrum, aspect):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("aspect", [2, 8])
 def test_singular_values_in_the_band(aspect, dtype):
-    x, _ = matrix_and_polar_factor(128, 128 * aspect, None)
+    x, _ = matrix(128, 128 * aspect, None)
     ours = jitted(ns_dtype=dtype, ns_gram=True)(x)
     singular_values = np.linalg.svd(np.asarray(ours, np.float32), compute_uv=False)
     assert singular_values.min() > 0.66
