@@ -324,7 +324,8 @@ def _mesh_axes() -> tuple[str, ...]:
 def _share_out(stack: jax.Array, axes: tuple[str, ...], matrix: Any) -> jax.Array:
     """Splits the batch over `axes` of the mesh; `matrix` says how the other two axes lie."""
     spec = jax.sharding.PartitionSpec(axes or None, matrix, matrix)
-    return jax.lax.with_sharding_constraint(stack, spec)
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+    return jax.lax.with_sharding_constraint(stack, sharding)
 
 
 def _together(stack: jax.Array) -> jax.Array:
