@@ -1,0 +1,1 @@
+"""Measurements: one command for each question, raw data in results/."""

@@ -10,19 +10,26 @@ from mars_optax.optimizers import (
 )
 from mars_optax.orthogonalization import orthogonalize, scale_by_orthogonalization
 from mars_optax.previous_iterate import ExactState, MarsGrads, exact, multi_steps, value_and_grads
-from mars_optax.variance_reduction import MarsVRState, mars_vr
+from mars_optax.variance_reduction import (
+    MarsMomentumState,
+    MarsVRState,
+    mars_momentum,
+    mars_vr,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ExactState",
     "MarsGrads",
+    "MarsMomentumState",
     "MarsVRState",
     "exact",
     "keep_dtypes",
     "mars_adamw",
     "mars_lion",
     "mars_m",
+    "mars_momentum",
     "mars_sgdm",
     "mars_shampoo",
     "mars_vr",

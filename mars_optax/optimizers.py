@@ -13,7 +13,7 @@ from mars_optax.dimension_numbers import WeightDimensionNumbers, resolve
 from mars_optax.orthogonalization import STANDARD_COEFFS, Coefficients, scale_by_orthogonalization
 from mars_optax.previous_iterate import exact as exact_wrapper
 from mars_optax.previous_iterate import reject_pair
-from mars_optax.variance_reduction import mars_vr
+from mars_optax.variance_reduction import mars_momentum, mars_vr
 
 MaskOrFn: TypeAlias = Any | Callable[[optax.Params], Any] | None
 
@@ -156,6 +156,7 @@ def mars_adamw(
     _checks.check_non_negative("eps", eps)
     return _with_adamw_fallback(
         lambda _: optax.scale_by_adam(b1, b2, eps),
+        of_momentum=False,
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -202,8 +203,8 @@ def mars_lion(
         m_t &= b_1 m_{t-1} + (1 - b_1) \tilde c_t \\
         x_{t+1} &= x_t - \eta_t ( \operatorname{sign}(m_t) + \lambda x_t )
 
-    It has one beta: `optax.scale_by_lion` with both of its betas `b1`, behind
-    :func:`mars_optax.mars_vr`. Without the clip, ``gamma=(b2 - lion_b1) / b2`` with ``b1=b2`` is
+    It has one beta. A chain of :func:`mars_optax.mars_vr`, ``optax.ema(b1, debias=False)`` and
+    ``optax.scale_by_sign()``. Without the clip, ``gamma=(b2 - lion_b1) / b2`` with ``b1=b2`` is
     Lion's own update with (lion_b1, b2).
 
     Args:
@@ -218,7 +219,8 @@ def mars_lion(
 
     Returns:
         A `GradientTransformationExtraArgs`, as :func:`mars_optax.mars_adamw` returns. Memory beside
-        the parameters: 2 trees of their size.
+        the parameters: 2 trees of their size; 1 without the clip in approximate mode with `gamma` a
+        number and no `grad_dtype`, where :func:`mars_optax.mars_momentum` does the same.
 
     Raises:
         ValueError, TypeError: As in :func:`mars_optax.mars_adamw`.
@@ -235,7 +237,7 @@ def mars_lion(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 3.
     """
     return _with_adamw_fallback(
-        lambda _: optax.scale_by_lion(b1, b1),
+        lambda _: optax.scale_by_sign(),
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -265,6 +267,7 @@ def mars_shampoo(
     ns_steps: jax.typing.ArrayLike = 5,
     ns_coeffs: Coefficients = STANDARD_COEFFS,
     ns_dtype: jax.typing.DTypeLike | None = None,
+    ns_gram: bool | None = None,
     clip_norm: jax.typing.ArrayLike | None = 1.0,
     clip_scope: Literal["tensor", "global"] = "tensor",
     exact: bool = False,
@@ -299,6 +302,7 @@ def mars_shampoo(
         ns_steps: Number of Newton–Schulz steps, see :func:`mars_optax.orthogonalize`.
         ns_coeffs: Their coefficients, (a, b, c) or one such row for each step.
         ns_dtype: Dtype of the iteration, such as `jnp.bfloat16`; default: that of the arithmetic.
+        ns_gram: Whether it runs on the small Gram matrix; default: where that is less work.
         clip_norm, clip_scope, exact, preprocess, grad_dtype, weight_decay_mask, mars_mask,
         adam_learning_rate, adam_b1, adam_b2, adam_eps, adam_weight_decay,
         weight_dimension_numbers: As in :func:`mars_optax.mars_adamw`. Parameters under MARS must
@@ -306,7 +310,8 @@ def mars_shampoo(
 
     Returns:
         A `GradientTransformationExtraArgs`, as :func:`mars_optax.mars_adamw` returns. Memory beside
-        the parameters: 2 trees of their size.
+        the parameters: 2 trees of their size; 1 without the clip in approximate mode with `gamma` a
+        number and no `grad_dtype`, where :func:`mars_optax.mars_momentum` does the same.
 
     Raises:
         ValueError, TypeError: As in :func:`mars_optax.mars_adamw`.
@@ -323,15 +328,13 @@ def mars_shampoo(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 4.
     """
     return _with_adamw_fallback(
-        lambda numbers: optax.chain(
-            optax.ema(b1, debias=False),
-            scale_by_orthogonalization(
-                ns_steps=ns_steps,
-                ns_coeffs=ns_coeffs,
-                ns_dtype=ns_dtype,
-                weight_dimension_numbers=numbers,
-                shape_factor="spectral",
-            ),
+        lambda numbers: scale_by_orthogonalization(
+            ns_steps=ns_steps,
+            ns_coeffs=ns_coeffs,
+            ns_dtype=ns_dtype,
+            ns_gram=ns_gram,
+            weight_dimension_numbers=numbers,
+            shape_factor="spectral",
         ),
         learning_rate=learning_rate,
         b1=b1,
@@ -362,6 +365,7 @@ def mars_m(
     ns_steps: jax.typing.ArrayLike = 5,
     ns_coeffs: Coefficients = STANDARD_COEFFS,
     ns_dtype: jax.typing.DTypeLike | None = None,
+    ns_gram: bool | None = None,
     clip_norm: jax.typing.ArrayLike | None = 1.0,
     clip_scope: Literal["tensor", "global"] = "tensor",
     exact: bool = False,
@@ -397,6 +401,7 @@ def mars_m(
         ns_steps: Number of Newton–Schulz steps, see :func:`mars_optax.orthogonalize`.
         ns_coeffs: Their coefficients, (a, b, c) or one such row for each step.
         ns_dtype: Dtype of the iteration, such as `jnp.bfloat16`; default: that of the arithmetic.
+        ns_gram: Whether it runs on the small Gram matrix; default: where that is less work.
         clip_norm, clip_scope, exact, preprocess, grad_dtype, weight_decay_mask, mars_mask,
         adam_learning_rate, adam_b1, adam_b2, adam_eps, adam_weight_decay,
         weight_dimension_numbers: As in :func:`mars_optax.mars_adamw`. Parameters under MARS must
@@ -404,7 +409,8 @@ def mars_m(
 
     Returns:
         A `GradientTransformationExtraArgs`, as :func:`mars_optax.mars_adamw` returns. Memory beside
-        the parameters: 2 trees of their size.
+        the parameters: 2 trees of their size; 1 without the clip in approximate mode with `gamma` a
+        number and no `grad_dtype`, where :func:`mars_optax.mars_momentum` does the same.
 
     Raises:
         ValueError, TypeError: As in :func:`mars_optax.mars_adamw`.
@@ -421,15 +427,13 @@ def mars_m(
         Liu et al., `MARS-M <https://arxiv.org/abs/2510.21800>`_, 2025, Algorithm 1.
     """
     return _with_adamw_fallback(
-        lambda numbers: optax.chain(
-            optax.ema(b1, debias=False),
-            scale_by_orthogonalization(
-                ns_steps=ns_steps,
-                ns_coeffs=ns_coeffs,
-                ns_dtype=ns_dtype,
-                weight_dimension_numbers=numbers,
-                shape_factor="rms",
-            ),
+        lambda numbers: scale_by_orthogonalization(
+            ns_steps=ns_steps,
+            ns_coeffs=ns_coeffs,
+            ns_dtype=ns_dtype,
+            ns_gram=ns_gram,
+            weight_dimension_numbers=numbers,
+            shape_factor="rms",
         ),
         learning_rate=learning_rate,
         b1=b1,
@@ -492,7 +496,8 @@ def mars_sgdm(
 
     Returns:
         A `GradientTransformationExtraArgs`, as :func:`mars_optax.mars_adamw` returns. Memory beside
-        the parameters: 2 trees of their size.
+        the parameters: 2 trees of their size; 1 without the clip in approximate mode with `gamma` a
+        number and no `grad_dtype`, where :func:`mars_optax.mars_momentum` does the same.
 
     Raises:
         ValueError, TypeError: As in :func:`mars_optax.mars_adamw`.
@@ -509,7 +514,7 @@ def mars_sgdm(
         Yuan et al., `MARS <https://arxiv.org/abs/2411.10438>`_, 2024, Algorithm 1.
     """
     return _with_adamw_fallback(
-        lambda _: optax.ema(b1, debias=False),
+        lambda _: optax.identity(),
         learning_rate=learning_rate,
         b1=b1,
         weight_decay=weight_decay,
@@ -538,6 +543,7 @@ def _check_decays(**decays: Any) -> None:
 def _with_adamw_fallback(
     preconditioner: Callable[[WeightDimensionNumbers], optax.GradientTransformation],
     *,
+    of_momentum: bool = True,
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike,
     weight_decay: jax.typing.ArrayLike,
@@ -556,7 +562,10 @@ def _with_adamw_fallback(
     adam_weight_decay: jax.typing.ArrayLike,
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformationExtraArgs:
-    """Variance reduction, preconditioner, decay and rate for matrices, AdamW for the others."""
+    """Variance reduction, preconditioner, decay and rate for matrices, AdamW for the others.
+
+    The preconditioner takes the momentum, or with `of_momentum=False` the corrected gradient.
+    """
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     _checks.check_learning_rate("learning_rate", learning_rate)
@@ -571,17 +580,24 @@ def _with_adamw_fallback(
             "of the optimizer with `optax.chain`."
         )
 
+    constant = all(isinstance(value, int | float | np.number) for value in (gamma, b1))
+
     def matrices(numbers: WeightDimensionNumbers, decayed: Any) -> optax.GradientTransformation:
+        correction = mars_vr(
+            gamma,
+            b1,
+            clip_norm=clip_norm,
+            clip_scope=clip_scope,
+            exact=exact,
+            grad_dtype=grad_dtype,
+            weight_dimension_numbers=numbers,
+        )
+        if of_momentum and not exact and (clip_norm, grad_dtype) == (None, None) and constant:
+            correction = mars_momentum(gamma, b1)
+        elif of_momentum:
+            correction = optax.chain(correction, optax.ema(b1, debias=False))
         return optax.chain(
-            mars_vr(
-                gamma,
-                b1,
-                clip_norm=clip_norm,
-                clip_scope=clip_scope,
-                exact=exact,
-                grad_dtype=grad_dtype,
-                weight_dimension_numbers=numbers,
-            ),
+            correction,
             preconditioner(numbers),
             optax.add_decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from mars_optax import _checks
 from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
@@ -125,21 +126,111 @@ def mars_vr(
         scale = _correction_scale(gamma(state.count) if callable(gamma) else gamma, b1)
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
         previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
-        corrected = [
-            None if g is None else _correct(g, p, scale)
-            for g, p in zip(grads, previous_leaves, strict=True)
-        ]
         numbers = resolve(weight_dimension_numbers, updates)
-        if clip_norm is None:
-            finite = None
-        else:
-            corrected, finite = _clip(corrected, clip_norm, clip_scope, numbers)
+        if clip_norm is None or clip_scope == "global":
+            numbers = [None] * len(grads)
+        corrected, norms = [], []
+        for g, p, spec in zip(grads, previous_leaves, numbers, strict=True):
+            corrected.append(None if g is None else _correct(g, p, scale))
+            if clip_norm is not None and g is not None:
+                norms.append(_squared_norm(corrected[-1], spec))
+                scale = _after(norms[-1], scale)
+        finite = None
+        if clip_norm is not None:
+            corrected, finite = _clip(corrected, norms, clip_norm, clip_scope), all_finite(norms)
         corrected = [
             None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
         ]
         last_grad = None if exact else _store(updates, state.last_grad, finite)
         count = optax.safe_increment(state.count)
         return structure.unflatten(corrected), MarsVRState(count, last_grad)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class MarsMomentumState(NamedTuple):
+    """State of :func:`mars_momentum`."""
+
+    ema: optax.Updates
+
+
+def mars_momentum(
+    gamma: jax.typing.ArrayLike = 0.025, b1: jax.typing.ArrayLike = 0.95
+) -> optax.GradientTransformationExtraArgs:
+    r"""The momentum of the corrected gradient, with one buffer instead of two.
+
+    .. math::
+        \text{EMA}_t &= b_1 \text{EMA}_{t-1} + (1 - b_1) g_t \\
+        m_t &= (1 - \gamma) \text{EMA}_t + \gamma g_t
+
+    For a constant :math:`\gamma`, in approximate mode and without the clip, that is
+    ``optax.chain(mars_vr(gamma, b1, clip_norm=None), optax.ema(b1, debias=False))`` from the first
+    step on: quasi-hyperbolic momentum. :func:`mars_optax.mars_lion`,
+    :func:`mars_optax.mars_shampoo`, :func:`mars_optax.mars_m` and :func:`mars_optax.mars_sgdm` use
+    it where these hold.
+
+    Where any entry of a gradient tree is not finite, the whole tree is left out of the state, but
+    the returned momentum is not finite either, so that `optax.apply_if_finite` notices.
+
+    Args:
+        gamma: The scale of the variance reduction, at least 0. A schedule needs the two buffers.
+        b1: Decay rate of the momentum, in [0, 1).
+
+    Returns:
+        A `GradientTransformationExtraArgs` with the state :class:`MarsMomentumState`. Arithmetic is
+        in float32 or wider; the average is stored in the parameters' dtypes and :math:`m_t`
+        returned in the gradients'.
+
+    Raises:
+        ValueError: `gamma` is negative, `b1` is outside [0, 1); in `update`, trees do not match or
+            `prev_grad` is given.
+        TypeError: `gamma` is a schedule, a parameter is not floating point, or `updates` is a
+            `MarsGrads` pair.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mars_optax import mars_momentum
+        >>> momentum = mars_momentum(gamma=0.5, b1=0.9)
+        >>> state = momentum.init(jnp.zeros(2))
+        >>> m, state = momentum.update(jnp.array([1.0, 2.0]), state)
+        >>> print(m, state.ema)
+        [0.55 1.1 ] [0.1 0.2]
+
+    References:
+        Ma and Yarats, `Quasi-hyperbolic momentum <https://arxiv.org/abs/1810.06801>`_, 2018.
+    """
+    if callable(gamma):
+        raise TypeError(
+            f"`gamma` must be a number, got the schedule {gamma!r}: use "
+            "optax.chain(mars_vr(gamma, b1), optax.ema(b1, debias=False))."
+        )
+    _checks.check_non_negative("gamma", gamma)
+    _checks.check_decay("b1", b1)
+
+    def init_fn(params):
+        _checks.check_inexact("params", params)
+        return MarsMomentumState(optax.tree.zeros_like(params))
+
+    def update_fn(updates, state, params=None, *, prev_grad=None, **unused_extra_args):
+        del params, unused_extra_args
+        reject_pair(updates)
+        _reject_prev_grad(prev_grad)
+        _checks.check_same_tree("updates", updates, "the state's `ema`", state.ema)
+
+        def average(g, ema):
+            if g is None:
+                return None
+            dtype = jnp.promote_types(jnp.result_type(g, ema), jnp.float32)
+            return b1 * ema.astype(dtype) + (1 - b1) * g.astype(dtype)
+
+        def momentum(g, ema):
+            return None if g is None else ((1 - gamma) * ema + gamma * g).astype(g.dtype)
+
+        def map_trees(f, *trees):
+            return jax.tree.map(f, *trees, is_leaf=_checks.is_none)
+
+        ema = map_trees(average, updates, state.ema)
+        return map_trees(momentum, updates, ema), MarsMomentumState(_store(ema, state.ema, None))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -158,12 +249,8 @@ def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: 
             "the whole optimizer in `mars_optax.exact` and hand it the pair from "
             "`mars_optax.value_and_grads`, or pass `prev_grad=` to `update`."
         )
-    if not exact and prev_grad is not None:
-        raise ValueError(
-            "`prev_grad` was given, but this optimizer is approximate and would not use it: build "
-            "it with `exact=True`, or leave `prev_grad` out."
-        )
     if not exact:
+        _reject_prev_grad(prev_grad)
         _checks.check_same_tree("updates", updates, "the state's `last_grad`", state.last_grad)
         return state.last_grad
     # `optax.masked` and `optax.partition` mask the updates only, so prev_grad is masked here.
@@ -174,6 +261,14 @@ def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: 
         )
     _checks.check_same_tree("prev_grad", prev_grad, "`updates`", updates)
     return prev_grad
+
+
+def _reject_prev_grad(prev_grad: Any) -> None:
+    if prev_grad is not None:
+        raise ValueError(
+            "`prev_grad` was given, but this optimizer is approximate and would not use it: build "
+            "it with `exact=True`, or leave `prev_grad` out."
+        )
 
 
 def _correction_scale(gamma: jax.typing.ArrayLike, b1: jax.typing.ArrayLike) -> Any:
@@ -191,32 +286,35 @@ def _correct(grad: jax.Array, previous: jax.Array, scale: Any) -> jax.Array:
     return grad + jnp.asarray(scale, jnp.finfo(dtype).dtype) * (grad - previous)
 
 
-def _clip(corrected: list, clip_norm: Any, scope: str, numbers: list) -> tuple[list, jax.Array]:
-    """Divides by max(1, norm / clip_norm); also tells whether all norms are finite.
+def _squared_norm(c: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
+    """Of each matrix where dimension numbers are given; `c` is float32 or wider."""
+    squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
+    if spec is None:
+        return jnp.sum(squares)
+    axes = matrix_axes(spec, c.shape)
+    return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
 
-    The leaves are float32 or wider, or None.
-    """
 
-    def squared_norm(c, spec):
-        squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
-        if spec is None:
-            return jnp.sum(squares)
-        axes = matrix_axes(spec, c.shape)
-        return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
+def _after(squared_norm: jax.Array, scale: Any) -> Any:
+    """`scale`, as if it depended on the norm: then XLA's CPU backend is done with one tensor before
+    it corrects the next, in memory that is still cached. Other backends would lose by an order."""
+    wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
+    return scale + jax.lax.platform_dependent(
+        squared_norm, cpu=wait, default=lambda n: jnp.zeros(())
+    )
 
-    def clip(c, squared):
+
+def _clip(corrected: list, squared_norms: list, clip_norm: Any, scope: str) -> list:
+    """Divides by max(1, norm / clip_norm); a leaf may be None, and has no norm then."""
+    if scope == "global":
+        squared_norms = [sum(squared_norms)] * len(squared_norms)
+    norms = iter(squared_norms)
+
+    def clip(c):
+        squared = next(norms)
         return c / jnp.maximum(1.0, jnp.sqrt(squared) / clip_norm).astype(squared.dtype)
 
-    if scope == "global":
-        total = sum(squared_norm(c, None) for c in corrected if c is not None)
-        norms = [None if c is None else total for c in corrected]
-    else:
-        norms = [
-            None if c is None else squared_norm(c, spec)
-            for c, spec in zip(corrected, numbers, strict=True)
-        ]
-    clipped = [None if c is None else clip(c, n) for c, n in zip(corrected, norms, strict=True)]
-    return clipped, all_finite(norms)
+    return [None if c is None else clip(c) for c in corrected]
 
 
 def _store(updates: Any, last_grad: Any, finite: jax.Array | None) -> Any:

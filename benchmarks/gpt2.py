@@ -1,0 +1,63 @@
+"""The matrices of GPT-2, and the optimizers that the benchmarks compare on them."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mars_optax
+
+LAYERS, WIDTH = 12, 768
+
+
+def shapes(layers: int = LAYERS, width: int = WIDTH) -> dict[str, tuple[int, int]]:
+    """Kernels (in, out); 85 million parameters in 48 matrices for GPT-2 small."""
+    kernels = {
+        "attention": (width, 3 * width),
+        "attention_out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    return {f"{name}_{i}": shape for i in range(layers) for name, shape in kernels.items()}
+
+
+def parameters(of: dict[str, tuple[int, int]]) -> int:
+    return sum(math.prod(shape) for shape in of.values())
+
+
+def optimizers() -> dict[str, optax.GradientTransformation]:
+    bf16 = {"ns_dtype": jnp.bfloat16}
+    return {
+        "optax.adamw": optax.adamw(1e-3),
+        "optax.contrib.muon": optax.contrib.muon(1e-3),
+        "mars_adamw": mars_optax.mars_adamw(1e-3),
+        "mars_adamw, no clip": mars_optax.mars_adamw(1e-3, clip_norm=None),
+        "mars_adamw, bfloat16 gradients": mars_optax.mars_adamw(1e-3, grad_dtype=jnp.bfloat16),
+        "mars_lion": mars_optax.mars_lion(1e-3),
+        "mars_sgdm": mars_optax.mars_sgdm(1e-3),
+        "mars_sgdm, no clip": mars_optax.mars_sgdm(1e-3, clip_norm=None),
+        "mars_shampoo": mars_optax.mars_shampoo(1e-3),
+        "mars_m": mars_optax.mars_m(1e-3),
+        "mars_m, no clip": mars_optax.mars_m(1e-3, clip_norm=None),
+        "mars_m, bfloat16": mars_optax.mars_m(1e-3, **bf16),
+        "mars_m, bfloat16, standard form": mars_optax.mars_m(1e-3, ns_gram=False, **bf16),
+    }
+
+
+def make_step(optimizer: optax.GradientTransformation) -> Any:
+    """(params, state, grads) -> (params, state); donate the first two."""
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def state_bytes(optimizer: optax.GradientTransformation, params: Any) -> float:
+    """Per parameter; counters are left out."""
+    leaves = [x for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)) if x.shape]
+    count = sum(p.size for p in jax.tree.leaves(params))
+    return sum(x.size * x.dtype.itemsize for x in leaves) / count
