@@ -24,6 +24,7 @@ Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 STANDARD_COEFFS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8  # the authors' term beside the norm: a zero matrix stays zero
 _RESTART = 3  # steps on one Gram matrix: with more, bfloat16's rounding of it grows too large
+_SMALL = 64  # rows below which work does not matter: there PyTorch's roundings are repeated
 _HALVE = 256  # rows from which a symmetric product is worth computing by halves
 _FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
 
@@ -73,8 +74,9 @@ def orthogonalize(
         ns_coeffs: (a, b, c), or one such row for each step.
         ns_dtype: Dtype of the iteration, such as `jnp.bfloat16`; products accumulate in float32 or
             wider, and so does the norm. Default: that of `x`.
-        ns_gram: Whether to run the steps on :math:`X X^T`. Default: where that is less work.
-            False repeats PyTorch's implementations to the last rounding in bfloat16.
+        ns_gram: Whether to run the steps on :math:`X X^T`. Default: where that is less work and
+            matrices have at least 64 rows and columns. False repeats PyTorch's implementations to
+            the last rounding in bfloat16.
         dimension_numbers: Which axes of `x` form the matrix; the others are batch axes, each entry
             of which is a matrix of its own. Default: axis 0 by axis 1 of a 2-axis `x`.
 
@@ -389,7 +391,7 @@ def _gram_is_less_work(m: int, n: int, steps: int) -> bool:
     """Counts the products, m·m·m as 1."""
     chunks = math.ceil(steps / _RESTART)
     standard = steps * (2 * n + m)
-    return chunks * 2 * n + (4 * steps - 3 * chunks) * m < standard
+    return m >= _SMALL and chunks * 2 * n + (4 * steps - 3 * chunks) * m < standard
 
 
 def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Array:

@@ -44,7 +44,7 @@ def build(case, dtype):
     if kind == "MARS_M_Efficient":  # the authors' variant with one buffer leaves out the clip
         common["clip_norm"] = None
     if case["orthogonalization_dtype"] == "bfloat16":
-        common |= {"ns_dtype": jnp.bfloat16, "ns_gram": False}  # PyTorch's roundings
+        common["ns_dtype"] = jnp.bfloat16
     return mars_optax.mars_m(
         learning_rate(dtype),
         b1=settings.pop("momentum"),
