@@ -372,15 +372,19 @@ def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=(1, 2), keepdims=True))
     x = _narrow(x / (_reduce_precision(norm, dtype) + _EPS), dtype)
     if not isinstance(steps, int):  # a count injected as a hyperparameter
-        rows = jnp.asarray(coeffs, jnp.finfo(wide).dtype)
-        row = lambda i: rows[jnp.minimum(i, len(rows) - 1)] if rows.ndim == 2 else rows  # noqa: E731
-        return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, *row(i), dtype), x)
-    rows = [tuple(map(float, row)) for row in np.broadcast_to(coeffs, (steps, 3))]
+        table = jnp.atleast_2d(jnp.asarray(coeffs, jnp.finfo(wide).dtype))
+
+        def body(i, x):
+            a, b, c = table[jnp.minimum(i, len(table) - 1)]
+            return _standard_step(x, a, b, c, dtype)
+
+        return jax.lax.fori_loop(0, steps, body, x)
+    rows = [(float(a), float(b), float(c)) for a, b, c in np.broadcast_to(coeffs, (steps, 3))]
     if gram is None:
-        gram = _gram_is_less_work(*x.shape[1:], steps)
+        gram = _gram_is_less_work(x.shape[1], x.shape[2], steps)
     if not gram:
-        for row in rows:
-            x = _standard_step(x, *row, dtype)
+        for a, b, c in rows:
+            x = _standard_step(x, a, b, c, dtype)
         return x
     for start in range(0, steps, _RESTART):
         x = _gram_steps(x, rows[start : start + _RESTART], dtype)
@@ -405,7 +409,7 @@ def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Arra
     return narrow(times(a, x) + narrow(narrow(polynomial) @ x))
 
 
-def _gram_steps(x: jax.Array, rows: list[tuple[float, ...]], dtype: Any) -> jax.Array:
+def _gram_steps(x: jax.Array, rows: list[tuple[float, float, float]], dtype: Any) -> jax.Array:
     r"""The same steps on the small matrix R = X Xᴴ, with one product with X at the end.
 
     A step is X ← PX for the polynomial P = aI + S, S = bR + cR², which commutes with R. Thus

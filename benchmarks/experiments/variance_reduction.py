@@ -5,9 +5,9 @@
 Problems whose full gradient is known. Three estimators of it: the EMA of the gradients, and the
 momentum behind approximate and exact MARS, all without the clip.
 
-Open loop: the parameters move on a given straight line, the same for all; the error of the momentum
-m is split into bias² = |mean(m) - grad F|² and variance, over independent runs. Closed loop: descent
-along m itself, whose tail suboptimality F - F* is compared.
+Open loop: the parameters move on a given straight line, the same for all; the error of the
+momentum m is split into bias² = |mean(m) - grad F|² and variance, over independent runs. Closed
+loop: descent along m itself, whose tail suboptimality F - F* is compared.
 
 Writes results/variance_reduction.json and .png beside this file.
 """
