@@ -370,15 +370,15 @@ def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=(1, 2), keepdims=True))
     x = _narrow(x / (_reduce_precision(norm, dtype) + _EPS), dtype)
     if not isinstance(steps, int):  # a count injected as a hyperparameter
-        rows = jnp.asarray(coeffs, jnp.finfo(wide).dtype)
-        row = lambda i: rows[jnp.minimum(i, len(rows) - 1)] if rows.ndim == 2 else rows  # noqa: E731
-        return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, *row(i), dtype), x)
+        table = jnp.asarray(coeffs, jnp.finfo(wide).dtype).reshape(-1, 3)
+        row = lambda i: table[jnp.minimum(i, len(table) - 1)]  # noqa: E731
+        return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, row(i), dtype), x)
     rows = [tuple(map(float, row)) for row in np.broadcast_to(coeffs, (steps, 3))]
     if gram is None:
-        gram = _gram_is_less_work(*x.shape[1:], steps)
+        gram = _gram_is_less_work(x.shape[1], x.shape[2], steps)
     if not gram:
-        for row in rows:
-            x = _standard_step(x, *row, dtype)
+        for coefficients in rows:
+            x = _standard_step(x, coefficients, dtype)
         return x
     for start in range(0, steps, _RESTART):
         x = _gram_steps(x, rows[start : start + _RESTART], dtype)
@@ -392,9 +392,10 @@ def _gram_is_less_work(m: int, n: int, steps: int) -> bool:
     return chunks * 2 * n + (4 * steps - 3 * chunks) * m < standard
 
 
-def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Array:
+def _standard_step(x: jax.Array, row: Any, dtype: Any) -> jax.Array:
     """X ← aX + (bA + cA²)X, rounded wherever PyTorch rounds: in bfloat16 the authors' results
     depend on every rounding, by some 5 % of an update."""
+    a, b, c = row
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow = lambda y: _narrow(y.astype(wide), dtype)  # noqa: E731
     times = lambda scale, y: narrow(scale * y.astype(wide))  # noqa: E731
