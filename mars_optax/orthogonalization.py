@@ -372,19 +372,15 @@ def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=(1, 2), keepdims=True))
     x = _narrow(x / (_reduce_precision(norm, dtype) + _EPS), dtype)
     if not isinstance(steps, int):  # a count injected as a hyperparameter
-        table = jnp.atleast_2d(jnp.asarray(coeffs, jnp.finfo(wide).dtype))
-
-        def body(i, x):
-            a, b, c = table[jnp.minimum(i, len(table) - 1)]
-            return _standard_step(x, a, b, c, dtype)
-
-        return jax.lax.fori_loop(0, steps, body, x)
-    rows = [(float(a), float(b), float(c)) for a, b, c in np.broadcast_to(coeffs, (steps, 3))]
+        table = jnp.asarray(coeffs, jnp.finfo(wide).dtype).reshape(-1, 3)
+        row = lambda i: table[jnp.minimum(i, len(table) - 1)]  # noqa: E731
+        return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, row(i), dtype), x)
+    rows = [tuple(map(float, row)) for row in np.broadcast_to(coeffs, (steps, 3))]
     if gram is None:
         gram = _gram_is_less_work(x.shape[1], x.shape[2], steps)
     if not gram:
-        for a, b, c in rows:
-            x = _standard_step(x, a, b, c, dtype)
+        for coefficients in rows:
+            x = _standard_step(x, coefficients, dtype)
         return x
     for start in range(0, steps, _RESTART):
         x = _gram_steps(x, rows[start : start + _RESTART], dtype)
@@ -398,9 +394,10 @@ def _gram_is_less_work(m: int, n: int, steps: int) -> bool:
     return m >= _SMALL and chunks * 2 * n + (4 * steps - 3 * chunks) * m < standard
 
 
-def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Array:
+def _standard_step(x: jax.Array, row: Any, dtype: Any) -> jax.Array:
     """X ← aX + (bA + cA²)X, rounded wherever PyTorch rounds: in bfloat16 the authors' results
     depend on every rounding, by some 5 % of an update."""
+    a, b, c = row
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow = lambda y: _narrow(y.astype(wide), dtype)  # noqa: E731
     times = lambda scale, y: narrow(scale * y.astype(wide))  # noqa: E731
@@ -409,7 +406,7 @@ def _standard_step(x: jax.Array, a: Any, b: Any, c: Any, dtype: Any) -> jax.Arra
     return narrow(times(a, x) + narrow(narrow(polynomial) @ x))
 
 
-def _gram_steps(x: jax.Array, rows: list[tuple[float, float, float]], dtype: Any) -> jax.Array:
+def _gram_steps(x: jax.Array, rows: list[tuple[float, ...]], dtype: Any) -> jax.Array:
     r"""The same steps on the small matrix R = X Xᴴ, with one product with X at the end.
 
     A step is X ← PX for the polynomial P = aI + S, S = bR + cR², which commutes with R. Thus
