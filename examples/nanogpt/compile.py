@@ -125,7 +125,8 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
     training = jax.tree.map(place, (params, opt_state), where)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
     train_step = make_train_step(graphdef, optimizer, config, (*where, sharding.replicated(mesh)))
-    traced = train_step.trace(*training, batches.abstract(shape.context), step)
+    with jax.set_mesh(mesh):
+        traced = train_step.trace(*training, batches.abstract(shape.context), step)
     start = time.perf_counter()
     compiled = traced.lower().compile()
     seconds = time.perf_counter() - start

@@ -6,6 +6,7 @@ B batch, T tokens of a sequence, D width, H heads, K width of a head, L layers, 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -146,8 +147,13 @@ class GPT(nnx.Module):
         """[B, T, D] for tokens [B, T] at positions [T]."""
         return self.token_embedding(tokens) + self.position_embedding(positions)
 
-    def hidden(self, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """What the head takes, [B, T, D] in float32."""
+    def hidden(
+        self,
+        tokens: jax.Array,
+        key: jax.Array | None = None,
+        gather: Callable[[Params], Params] = lambda parameters: parameters,
+    ) -> jax.Array:
+        """What the head takes, [B, T, D] in float32. `gather` sees each layer's parameters."""
         L = self.config.layers
         keys = None if key is None else jax.random.split(key, L + 1)
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
@@ -156,7 +162,7 @@ class GPT(nnx.Module):
 
         def apply(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
             parameters, layer, key = inputs
-            return nnx.merge(block, parameters)(x, layer, key), None
+            return nnx.merge(block, gather(parameters))(x, layer, key), None
 
         if self.config.remat:  # inside a scan nothing tempts XLA to merge the two computations
             apply = jax.checkpoint(apply, prevent_cse=self.config.unroll)
@@ -272,11 +278,19 @@ def logits(
 
 
 def loss(
-    graphdef: nnx.GraphDef, params: Params, tokens: jax.Array, key: jax.Array | None = None
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokens: jax.Array,
+    key: jax.Array | None = None,
+    gather: Callable[[Params], Params] = lambda parameters: parameters,
 ) -> jax.Array:
-    """Mean cross-entropy in nats of predicting tokens[:, 1:], for tokens [B, T + 1]."""
-    network = nnx.merge(graphdef, params)
-    x, targets = network.hidden(tokens[:, :-1], key), tokens[:, 1:]
+    """Mean cross-entropy in nats of predicting tokens[:, 1:], for tokens [B, T + 1].
+
+    `gather` brings parameters to where they are used, those of a layer within the loop over layers.
+    """
+    outside = {name: tree if name == "blocks" else gather(tree) for name, tree in params.items()}
+    network = nnx.merge(graphdef, outside)
+    x, targets = network.hidden(tokens[:, :-1], key, gather), tokens[:, 1:]
     chunk, T = network.config.loss_chunk, targets.shape[1]
     one = partial(_summed_loss, network.token_embedding.embedding[...], config=network.config)
     if chunk in (0, T):

@@ -16,16 +16,6 @@ from mars_optax import value_and_grads
 StepFn = Callable[..., tuple[model.Params, optax.OptState, dict[str, jax.Array]]]
 
 
-def gather_embeddings(params: model.Params, whole: jax.sharding.Sharding) -> model.Params:
-    """Parameters outside the loop over layers, on every device; those inside are gathered there.
-
-    Left to itself, XLA would split the tied head over the vocabulary instead, and exchange
-    activations and logits of the whole batch.
-    """
-    gather = lambda tree: jax.lax.with_sharding_constraint(tree, whole)  # noqa: E731
-    return {name: tree if name == "blocks" else gather(tree) for name, tree in params.items()}
-
-
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -39,9 +29,11 @@ def make_train_step(
     """
 
     def loss_fn(params: model.Params, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
-        if shardings is not None:
-            params = gather_embeddings(params, shardings[-1])
-        return model.loss(graphdef, params, tokens, key)
+        if shardings is None:
+            return model.loss(graphdef, params, tokens, key)
+        # Left to itself, XLA would exchange activations of the whole batch instead.
+        gather = lambda tree: jax.lax.with_sharding_constraint(tree, shardings[-1])  # noqa: E731
+        return model.loss(graphdef, params, tokens, key, gather)
 
     def differentiate(params, opt_state, tokens, key):
         if config.exact:  # a pair: at these and at the previous parameters, same batch and dropout

@@ -84,7 +84,8 @@ def train(config: Config) -> float:
     metrics = Metrics(config.directory / "metrics.jsonl", start, config.tensorboard)
     run = Run(config, corpus, graphdef, mesh, batches, metrics, checkpoints)
     try:
-        params, measured = loop(run, training, start, optimizer)
+        with jax.set_mesh(mesh):  # which tells the optimizer that it may share out its work
+            params, measured = loop(run, training, start, optimizer)
     finally:
         metrics.close()
         checkpoints.close()
