@@ -157,7 +157,8 @@ def _find(state: Any) -> tuple[MarsVRState, Any]:
     if len(states) != 1:
         raise ValueError(
             f"`state` must hold one MarsVRState, got {len(states)}: pass the state of an optimizer "
-            "with one `mars_vr` in it."
+            "with one `mars_vr` in it. Without the clip most optimizers keep one buffer instead; "
+            'clip_norm=float("inf") keeps the last gradient.'
         )
     path, vr = states[0]
     momenta = [

@@ -592,12 +592,13 @@ def _with_adamw_fallback(
             grad_dtype=grad_dtype,
             weight_dimension_numbers=numbers,
         )
-        if of_momentum and not exact and (clip_norm, grad_dtype) == (None, None) and constant:
-            correction = mars_momentum(gamma, b1)
+        links = [correction]
+        if of_momentum and not exact and clip_norm is None and grad_dtype is None and constant:
+            links = [mars_momentum(gamma, b1)]
         elif of_momentum:
-            correction = optax.chain(correction, optax.ema(b1, debias=False))
+            links.append(optax.ema(b1, debias=False))
         return optax.chain(
-            correction,
+            *links,
             preconditioner(numbers),
             optax.add_decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),

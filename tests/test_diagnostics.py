@@ -125,7 +125,7 @@ def test_the_noise_scale_of_known_noise(exact):
     size = 20_000
     rng = np.random.default_rng(0)
     mean = rng.normal(size=size)
-    tx = mars_optax.mars_sgdm(0.0, b1=B1, gamma=0.0, clip_norm=None, exact=exact)
+    tx = mars_optax.mars_sgdm(0.0, b1=B1, gamma=0.0, clip_norm=float("inf"), exact=exact)
     params = jnp.zeros((size, 1))
     state, seen = tx.init(params), []
     for t in range(60):
