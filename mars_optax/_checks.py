@@ -12,6 +12,11 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
+def is_function(x: Any) -> bool:
+    """Whether x is to be called: an Equinox module is callable, but a tree."""
+    return callable(x) and jax.tree_util.all_leaves([x])
+
+
 def check_number(name: str, value: Any, valid: Callable[[Any], bool], remedy: str) -> None:
     """Checks a number; schedules and arrays (which may be traced) pass unseen."""
     if callable(value) or isinstance(value, jax.Array | np.ndarray):

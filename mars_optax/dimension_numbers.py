@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from mars_optax._checks import is_none
+from mars_optax._checks import is_function, is_none
 
 WeightDimensionNumbers: TypeAlias = (
     MuonDimensionNumbers | optax.Params | Callable[[optax.Params], optax.Params] | None
@@ -36,7 +36,7 @@ def resolve(spec: WeightDimensionNumbers, tree: Any) -> list[MuonDimensionNumber
     """
     if spec is None or not jax.tree.leaves(tree):
         return [None] * len(jax.tree.leaves(tree, is_leaf=is_none))
-    if callable(spec):
+    if is_function(spec):
         spec = spec(tree)
     resolved: list[MuonDimensionNumbers | None] = []
 

@@ -622,8 +622,10 @@ def _with_adamw_fallback(
             decayed = _mask_of("weight_decay_mask", decayed, params)
         is_mars = _is_mars(mars_mask, numbers, params)
         labels = jax.tree.map(lambda m: "mars" if m else "adamw", is_mars)
-        parts = {"mars": matrices(numbers, decayed), "adamw": others(decayed)}
-        return keep_dtypes(optax.partition(parts, labels))
+        # As a function: Optax would call a tree that is callable, as Equinox's modules are.
+        mask = None if decayed is None else lambda _: decayed
+        parts = {"mars": matrices(numbers, mask), "adamw": others(mask)}
+        return keep_dtypes(optax.partition(parts, lambda _: labels))
 
     matrices(None, None)  # raises for invalid arguments
 
@@ -669,7 +671,7 @@ def _mask_of(name: str, mask: Any, params: Any) -> Any:
     """Resolves a mask (a tree, a prefix of one or a callable) to a tree of bools like `params`."""
     if not jax.tree.leaves(params):
         return jax.tree.map(lambda _: True, params)
-    if callable(mask):
+    if _checks.is_function(mask):
         mask = mask(params)
     for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, bool | np.bool_):

@@ -285,3 +285,30 @@ def test_rank_one_matrix_of_one_row_is_its_direction():
         s = a * s + b * s**3 + c * s**5
     for matrix, expected in [(x, x / 5), (x.T, x.T / 5)]:
         np.testing.assert_allclose(mars_optax.orthogonalize(matrix), s * expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["tree", "function"])
+def test_masks_and_numbers_of_an_equinox_module_which_is_callable_itself(given):
+    eqx = pytest.importorskip("equinox")
+    params, _ = eqx.partition(eqx.nn.Linear(3, 4, key=jax.random.key(0)), eqx.is_inexact_array)
+    plain = {"weight": params.weight, "bias": params.bias}
+    numbers = {"weight": MuonDimensionNumbers(1, 0), "bias": None}
+    decayed, mars = {"weight": False, "bias": True}, {"weight": True, "bias": False}
+
+    def step(params, of):
+        optimizer = mars_optax.mars_m(
+            0.1,
+            weight_dimension_numbers=of(numbers),
+            weight_decay_mask=of(decayed),
+            mars_mask=of(mars),
+        )
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        return updates
+
+    def module(values):
+        tree = jax.tree.unflatten(jax.tree.structure(params), [values["weight"], values["bias"]])
+        return tree if given == "tree" else lambda _: tree
+
+    result, expected = step(params, module), step(plain, lambda values: values)
+    np.testing.assert_array_equal(result.weight, expected["weight"])
+    np.testing.assert_array_equal(result.bias, expected["bias"])
