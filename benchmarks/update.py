@@ -2,11 +2,10 @@
 
     python -m benchmarks.update                      # GPT-2 small, 85 million parameters
     python -m benchmarks.update --layers 2           # less
-    python -m benchmarks.update --torch              # PyTorch's AdamW and a PyTorch MARS instead
+    python -m benchmarks.update --torch              # and PyTorch's AdamW, MARS and Muon
     JAX_PLATFORMS=cuda python -m benchmarks.update   # the same table on a GPU
 
-`--torch` needs an environment with torch and pytorch_optimizer, but neither JAX nor this library;
-run both on an idle machine and compare the seconds.
+`--torch` needs torch and pytorch_optimizer beside this library: an environment of its own.
 """
 
 import argparse
@@ -18,15 +17,16 @@ import statistics
 import time
 from collections.abc import Callable
 
+import jax
+import numpy as np
+
+from benchmarks import gpt2
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def jax_steps(shapes: dict, only: list[str] | None) -> tuple[dict, dict]:
     """A function for each optimizer that makes one update, and what is known of its program."""
-    import jax
-    import numpy as np
-
-    from benchmarks import gpt2
 
     def random(seed):
         rng = np.random.default_rng(seed)
@@ -70,7 +70,9 @@ def torch_steps(shapes: dict, only: list[str] | None) -> tuple[dict, dict]:
     factories = {
         "torch.optim.AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
         "pytorch_optimizer.MARS": lambda p: pytorch_optimizer.MARS(p, lr=1e-3),
-        "pytorch_optimizer.Muon": lambda p: pytorch_optimizer.Muon(p, lr=1e-3),
+        "pytorch_optimizer.Muon": lambda p: pytorch_optimizer.Muon(
+            [{"params": p, "use_muon": True}], lr=1e-3
+        ),
     }
     steps = {}
     for name, factory in factories.items():
@@ -108,16 +110,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--torch", action="store_true", help="PyTorch's optimizers instead")
+    parser.add_argument("--torch", action="store_true", help="PyTorch's optimizers too")
     parser.add_argument("--only", nargs="+", help="names of optimizers; default: all")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
 
-    d = args.width
-    kinds = {"attention": (d, 3 * d), "attention_out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-    shapes = {f"{name}_{i}": shape for i in range(args.layers) for name, shape in kinds.items()}
-    packages = ("torch", "pytorch_optimizer") if args.torch else ("jax", "optax")
-    steps, results = (torch_steps if args.torch else jax_steps)(shapes, args.only)
+    shapes = gpt2.shapes(args.layers, args.width)
+    packages = ("jax", "optax", *(("torch", "pytorch_optimizer") if args.torch else ()))
+    steps, results = jax_steps(shapes, args.only)
+    if args.torch:
+        more, facts = torch_steps(shapes, args.only)
+        steps, results = steps | more, results | facts
     for name, seconds in interleaved(steps, args.rounds).items():
         results[name] |= {"median_seconds": statistics.median(seconds), "seconds": seconds}
 
@@ -128,26 +131,18 @@ def main() -> None:
             f"{name:34} {1e3 * row['median_seconds']:9.1f} ms {row['ratio_to_first']:7.2f} x"
             + (f"  compiled in {row['compile_seconds']:5.1f} s" if "compile_seconds" in row else "")
         )
-    device = _device(args.torch)
+    device = _device()
     report = {
         "matrices": f"GPT-2, {args.layers} layers of width {args.width}, float32, state donated",
         "device": device,
         "versions": {p: importlib.metadata.version(p) for p in packages},
         "results": results,
     }
-    name = f"update_{'torch' if args.torch else 'jax'}_{device.split(':')[0]}.json"
+    name = f"update_{device.split(':')[0]}.json"
     (args.out or RESULTS / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _device(torch_only: bool) -> str:
-    if torch_only:
-        import torch
-
-        if torch.cuda.is_available():
-            return f"gpu: {torch.cuda.get_device_name()}"
-        return f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
-    import jax
-
+def _device() -> str:
     device = jax.devices()[0]
     kind = platform.machine() if device.platform == "cpu" else device.device_kind
     return f"{device.platform}: {kind}"
