@@ -574,6 +574,7 @@ def _with_adamw_fallback(
     _checks.check_non_negative("adam_weight_decay", adam_weight_decay)
     _checks.check_non_negative("adam_eps", adam_eps)
     _check_decays(b1=b1, adam_b1=adam_b1, adam_b2=adam_b2)
+    _checks.check_choice("exact", exact, (False, True))
     if preprocess is not None and not exact:
         raise ValueError(
             f"`preprocess` is for exact mode, got {preprocess!r} with exact=False: put it in front "
@@ -660,7 +661,7 @@ def _is_mars(mask: MaskOrFn, numbers: WeightDimensionNumbers, params: Any) -> An
     if mask is not None:
         return _mask_of("mars_mask", mask, params)
     if numbers is None:
-        return jax.tree.map(lambda p: p.ndim == 2, params)
+        return jax.tree.map(lambda p: jnp.ndim(p) == 2, params)
     named = resolve(numbers, params)
     leaves = jax.tree.leaves(params, is_leaf=_checks.is_none)
     is_mars = [n is not None for n, p in zip(named, leaves, strict=True) if p is not None]

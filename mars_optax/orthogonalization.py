@@ -81,7 +81,8 @@ def orthogonalize(
             of which is a matrix of its own. Default: axis 0 by axis 1 of a 2-axis `x`.
 
     Returns:
-        An array of the shape and dtype of `x`. Zero matrices stay zero.
+        An array of the shape and dtype of `x`. Zero matrices stay zero, and matrices whose norm is
+        not well above 1e-8 or beyond about 1e19 (whose square overflows) go towards zero.
 
     Raises:
         ValueError: `x` has other than 2 axes and no dimension numbers, these are out of range,
@@ -231,8 +232,8 @@ def _default_numbers(
     if len(shape) != 2:
         raise ValueError(
             f"`{name}` has shape {shape}, which is no matrix: give it dimension numbers, such as "
-            "optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2), or leave it to "
-            "another optimizer through `mars_mask`."
+            "optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2) for a stack "
+            "[L, m, n], or leave it to another optimizer through `mars_mask`."
         )
     return MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 

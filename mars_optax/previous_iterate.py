@@ -84,7 +84,8 @@ def exact(
     not see it), the update is zero and the state stays.
 
     Args:
-        inner: The optimizer, which takes `prev_grad` as an extra argument.
+        inner: The optimizer, with ``mars_vr(exact=True)`` or another link in it that takes
+            `prev_grad` as an extra argument; Optax's own links ignore it.
         preprocess: A stateless transformation applied to each of the two gradients on its own,
             such as ``optax.clip_by_global_norm(1.0)``.
 
@@ -216,6 +217,10 @@ def value_and_grads(
 
     def fn(*args: Any, state: optax.OptState, **kwargs: Any) -> tuple[Any, MarsGrads]:
         single = isinstance(argnums, int)
+        if not args:
+            raise ValueError(
+                "the parameters are missing, got no positional argument: pass them so."
+            )
         indices = [i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)]
         params = args[indices[0]] if single else tuple(args[i] for i in indices)
         prev_params = _prev_params_like(params, state)
@@ -232,27 +237,41 @@ def value_and_grads(
             return value, MarsGrads(grad, previous(args))
 
         batch = [None if i in indices else arg for i, arg in enumerate(args)]
+        if not jax.tree.leaves(batch):
+            raise ValueError(
+                f"`micro_batches` is {micro_batches}, but no positional argument beside the "
+                "parameters is there to split: pass the batch by position."
+            )
         first, rest = _split(batch, micro_batches)
 
         def part(entries):
             pairs = zip(args, entries, strict=True)
             return [a if i in indices else e for i, (a, e) in enumerate(pairs)]
 
-        def add(total, entries):
+        def of_part(entries):
             value, grad = value_and_grad(*part(entries), **kwargs)
             loss, aux = value if has_aux else (value, None)
-            return jax.tree.map(jnp.add, total, (loss, grad)), aux
+            return (loss, grad), jax.tree.map(jnp.asarray, aux)
 
-        value, grad_first = value_and_grad(*part(first), **kwargs)
-        loss, aux_first = value if has_aux else (value, None)
-        total, aux = jax.lax.scan(add, (loss, grad_first), rest)
-        loss, grad = jax.tree.map(lambda x: x / micro_batches, total)
-        difference = jax.tree.map(jnp.subtract, grad_first, previous(part(first)))
+        def add(total, entries):
+            own, aux = of_part(entries)
+            return jax.tree.map(jnp.add, total, own), aux
+
+        own, aux_first = of_part(first)
+        total, aux = jax.lax.scan(add, jax.tree.map(_widen, own), rest)
+        loss, grad = jax.tree.map(
+            lambda x, like: (x / micro_batches).astype(like.dtype), total, own
+        )
+        difference = jax.tree.map(jnp.subtract, own[1], previous(part(first)))
         aux = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), aux_first, aux)
         pair = MarsGrads(grad, jax.tree.map(jnp.subtract, grad, difference))
         return ((loss, aux) if has_aux else loss), pair
 
     return fn
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _split(batch: Any, count: int) -> tuple[Any, Any]:
@@ -303,7 +322,8 @@ def multi_steps(
         are accumulated in float32.
 
     Raises:
-        ValueError: The previous gradient of an exact optimizer is missing or given twice.
+        ValueError: `every_k_schedule` is no positive integer; the previous gradient of an exact
+            optimizer is missing or given twice.
         TypeError: A pair is handed to an optimizer that is not exact.
 
     Example:
@@ -319,6 +339,9 @@ def multi_steps(
         >>> int(state.mini_step), int(state.gradient_step)
         (0, 1)
     """
+    remedy = "use an integer of at least 1 or a function of the step count"
+    valid = lambda k: k >= 1 and k == int(k)  # noqa: E731
+    _checks.check_number("every_k_schedule", every_k_schedule, valid, remedy)
     tx = optax.with_extra_args_support(tx)
     options = {"use_grad_mean": use_grad_mean, "should_skip_update_fn": should_skip_update_fn}
     plain = optax.MultiSteps(tx, every_k_schedule, **options)  # type: ignore[arg-type]

@@ -46,8 +46,9 @@ def mars_vr(
     ``optax.chain(mars_vr(0.025, b1=0.95), optax.scale_by_adam(0.95, 0.99))``.
 
     The correction and its norm are computed in float32 or wider and returned in the gradient's
-    dtype. Where any entry of a gradient tree is not finite (or a norm overflows), the whole tree is
-    left out of the state: `last_grad` keeps the last finite gradient.
+    dtype. Where any entry of a gradient tree is not finite (or a norm or a sum overflows), the
+    whole tree is left out of the state: `last_grad` keeps the last finite gradient. A correction
+    whose norm overflows, in float32 from about 1e19 on, is clipped to zero.
 
     Args:
         gamma: The scale of the variance reduction, at least 0, or a schedule: a function of the
@@ -99,6 +100,7 @@ def mars_vr(
         remedy = "use a positive norm, or None for no clip"
         _checks.check_number("clip_norm", clip_norm, lambda v: v > 0, remedy)
     _checks.check_choice("clip_scope", clip_scope, ("tensor", "global"))
+    _checks.check_choice("exact", exact, (False, True))
     if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
         raise ValueError(
             f"`grad_dtype` must be a floating-point dtype, got {grad_dtype!r}: use jnp.bfloat16."

@@ -199,3 +199,14 @@ def test_errors_are_raised_under_jit_too(factory):
     update = functools.partial(jax.jit(optimizer.update))
     with pytest.raises(ValueError, match="`updates` must have the tree structure"):
         update({"w": PARAMS["w"]}, state, PARAMS)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5])
+def test_multi_steps_of_no_steps(every):
+    with pytest.raises(ValueError, match=rf"`every_k_schedule`.*{every}.*at least 1"):
+        multi_steps(mars_optax.mars_adamw(1e-3), every)
+
+
+def test_exact_is_a_bool():
+    with pytest.raises(ValueError, match=r"`exact` is unknown, got 'no'"):
+        mars_optax.mars_adamw(1e-3, exact="no")

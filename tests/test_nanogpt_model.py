@@ -313,3 +313,8 @@ def test_samples_go_on_beyond_the_context_within_the_vocabulary():
 def test_width_must_be_a_multiple_of_heads():
     with pytest.raises(ValueError, match="width 16 is not a multiple of heads 3"):
         dataclasses.replace(TINY, heads=3)
+
+
+def test_a_rate_of_dropout_that_is_none():
+    with pytest.raises(ValueError, match=r"dropout is 1\.5: use a share"):
+        model.GPTConfig(dropout=1.5)

@@ -328,6 +328,7 @@ def test_the_command_line_shows_and_takes_the_presets_values():
     assert config.model == dataclasses.replace(model.PRESETS["small"], layers=2)
     assert str(config.directory) == "runs/small-mars_adamw"
     assert configs.parse([]) == configs.default_config()
+    assert configs.parse(["--steps", "40"]).warmup == 2  # the default share, not the default number
     assert configs.parse(["--optimizer", "mars_m", "--exact"]).directory.name == "demo-mars_m-exact"
 
 
@@ -339,6 +340,10 @@ def test_the_command_line_shows_and_takes_the_presets_values():
         (["--prompt", ""], "--prompt is empty"),
         (["--min-rate", "1"], "--min-rate 1 is not between 0 and --learning-rate 0.006"),
         (["--num-processes", "2"], "--coordinator, --num-processes and --process-id go together"),
+        (["--learning-rate", "-1"], "--learning-rate is -1: use a number above 0"),
+        (["--warmup", "20", "--steps", "20"], "--warmup 20 is not between 0 and --steps 20"),
+        (["--optimizer", "adamw", "--gamma", "0.1"], "--gamma and --gamma-end are for MARS"),
+        (["--out-dir", "/dev/null/run"], "run's folder /dev/null/run cannot be made"),
         (["--steps", "0"], "--steps is 0: use a number of at least 1"),
         (
             ["--devices", "8", "--batch-size", "6"],

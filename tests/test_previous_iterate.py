@@ -160,6 +160,18 @@ def test_the_correction_on_one_micro_batch_of_n(n):
     np.testing.assert_allclose(mu, 0.05 * (g + 9.5 * correction), rtol=1e-5)
 
 
+def test_micro_batches_in_low_precision_are_averaged_in_float32():
+    batch = jnp.full(512, 0.1, jnp.bfloat16).at[0].set(100.0)
+    params = jnp.ones((), jnp.bfloat16)
+    state = exact(mars_vr(0.1, exact=True)).init(params)
+    fn = value_and_grads(lambda x, b: (x * jnp.mean(b), 3), has_aux=True, micro_batches=512)
+    (value, aux), grads = fn(params, batch, state=state)
+    mean = (100 + 511 * float(batch[1])) / 512
+    np.testing.assert_allclose([float(value), float(grads.grad)], mean, rtol=2**-8)
+    assert grads.grad.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(aux, 3)
+
+
 def test_micro_batches_that_do_not_fit_are_errors():
     state = exact(mars_vr(0.1, exact=True)).init(jnp.ones(()))
     loss = lambda x, batch: x * jnp.mean(batch)  # noqa: E731
@@ -167,6 +179,10 @@ def test_micro_batches_that_do_not_fit_are_errors():
         value_and_grads(loss, micro_batches=3)(jnp.ones(()), jnp.ones(8), state=state)
     with pytest.raises(ValueError, match=r"`micro_batches` is 2.*shape \(\)"):
         value_and_grads(loss, micro_batches=2)(jnp.ones(()), 3.0, state=state)
+    with pytest.raises(ValueError, match=r"`micro_batches` is 2.*by position"):
+        value_and_grads(loss, micro_batches=2)(jnp.ones(()), batch=jnp.ones(8), state=state)
+    with pytest.raises(ValueError, match="parameters are missing"):
+        value_and_grads(loss)(x=jnp.ones(()), batch=jnp.ones(8), state=state)
     for bad in (0, 2.0):
         with pytest.raises(ValueError, match=rf"`micro_batches`.*{bad}.*at least 1"):
             value_and_grads(loss, micro_batches=bad)

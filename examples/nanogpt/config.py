@@ -14,6 +14,7 @@ from examples.nanogpt import data as data_files
 from examples.nanogpt import model, optimizers, sample
 
 PROGRAM = "python -m examples.nanogpt.train"
+GAMMA = 0.025
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Config:
     min_rate: float
     """The learning rate at the end of the schedule."""
     warmup: int
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; by default a share of --steps."""
     weight_decay: float
     """Decoupled, of matrices only."""
     eval_every: int
@@ -43,7 +44,7 @@ class Config:
     optimizer: optimizers.Name = "mars_m"
     exact: bool = False
     """Correct by the gradient at the previous parameters: two gradients a step (MARS only)."""
-    gamma: float = 0.025
+    gamma: float = GAMMA
     """Scale of the MARS correction."""
     gamma_end: float | None = None
     """Where given, gamma goes linearly to this value over the run."""
@@ -155,6 +156,19 @@ class Config:
             raise ValueError("--prompt is empty: give at least one character, or leave it out.")
         if self.sample_tokens:
             sample.check(self.sample_tokens, self.temperature)
+        if not self.learning_rate > 0:
+            raise ValueError(f"--learning-rate is {self.learning_rate:g}: use a number above 0.")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(
+                f"--warmup {self.warmup} is not between 0 and --steps {self.steps}: shorten it."
+            )
+        if (self.gamma, self.gamma_end) != (GAMMA, None) and (
+            self.optimizer not in optimizers.MARS and not self.compare
+        ):
+            raise ValueError(
+                f"--gamma and --gamma-end are for MARS optimizers, not for {self.optimizer}: leave "
+                "them out."
+            )
         if not 0 <= self.min_rate <= self.learning_rate:
             raise ValueError(
                 f"--min-rate {self.min_rate:g} is not between 0 and --learning-rate "
@@ -175,18 +189,21 @@ _FREE_TO_CHANGE |= {"sample_tokens", "prompt", "temperature", "devices", "fsdp",
 _FREE_TO_CHANGE |= {"distributed", "coordinator", "num_processes", "process_id"}
 
 
-def default_config(preset: Any = "demo", optimizer: Any = "mars_m") -> Config:
+def default_config(
+    preset: Any = "demo", optimizer: Any = "mars_m", steps: int | None = None
+) -> Config:
     small = preset == "demo"
+    steps = steps or (2000 if small else 100_000)
     rate, _ = optimizers.learning_rates(optimizer, preset)
     return Config(
         model=model.PRESETS[preset],
-        steps=2000 if small else 100_000,
+        steps=steps,
         batch_size=8 if small else 480,
         # A demo step of 8 takes 64 MiB of temporaries at once, which a CPU maps anew every time.
         micro_batch_size=4 if small else 8,
         learning_rate=rate,
         min_rate=getattr(optimizers.MIN_RATES, preset),
-        warmup=100 if small else 2000,
+        warmup=steps // (20 if small else 50),
         weight_decay=optimizers.RECIPES[optimizer].weight_decay,
         eval_every=250 if small else 1000,
         checkpoint_every=250 if small else 1000,
@@ -196,13 +213,16 @@ def default_config(preset: Any = "demo", optimizer: Any = "mars_m") -> Config:
 
 
 def parse(arguments: Sequence[str], program: str = PROGRAM, **defaults: Any) -> Config:
-    """The configuration of a command line; --preset and --optimizer choose the other defaults."""
+    """The configuration of a command line; the other defaults depend on three of its flags."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="demo")
     first.add_argument("--optimizer", default="mars_m")
+    first.add_argument("--steps", default="")
     chosen, _ = first.parse_known_args(arguments)
+    steps = int(chosen.steps) if chosen.steps.isdecimal() else None
     known = chosen.preset in model.PRESETS and chosen.optimizer in optimizers.NAMES
-    default = default_config(chosen.preset, chosen.optimizer) if known else default_config()
+    names = (chosen.preset, chosen.optimizer) if known else ()
+    default = default_config(*names, steps=steps)
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[Config],
         default=dataclasses.replace(default, **defaults),

@@ -50,6 +50,8 @@ class GPTConfig:
                 f"context {self.context} is not a multiple of loss_chunk {self.loss_chunk}: change "
                 "one of them; 0 takes all logits at once."
             )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: use a share of at least 0 and below 1.")
         if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of heads {self.heads}: change one of them."

@@ -108,7 +108,6 @@ def schedule(
     name: ScheduleName, rate: float, steps: int, warmup: int, final: float
 ) -> optax.Schedule:
     """Linear warm-up, then cosine, warm-up/stable/decay or constant; ends at `final * rate`."""
-    warmup = min(warmup, steps)
     match name:
         case "cosine":
             rest = optax.cosine_decay_schedule(rate, max(1, steps - warmup), final)

@@ -355,7 +355,13 @@ def prepare_directory(config: Config) -> None:
     """Makes the run's directory, and empties it where it is to be replaced."""
     sharding.wait_for_all("all have checked the directory")
     if jax.process_index() == 0:
-        config.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            config.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(
+                f"the run's folder {config.directory} cannot be made ({error}): choose another "
+                "--out-dir."
+            ) from error
         if config.overwrite:
             (config.directory / "summary.json").unlink(missing_ok=True)
             shutil.rmtree(config.directory / "checkpoints", ignore_errors=True)
@@ -384,7 +390,10 @@ def main() -> None:
     except (data.DataError, TrainingError, CheckpointError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"stopped; what was measured is in {config.directory}")
+        sys.exit(
+            f"stopped; what was measured is in {config.directory}, and --resume goes on from the "
+            "last checkpoint, if there is one"
+        )
 
 
 if __name__ == "__main__":
