@@ -268,6 +268,9 @@ def test_dropout_needs_a_key_and_follows_it():
     assert np.abs(on - logits(graphdef, params, tokens, keys[1])).max() > 0.1
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="no float32 products of bfloat16 on old CPU backends"
+)
 def test_bfloat16_keeps_parameters_and_loss_in_float32():
     graphdef, params = random_params(dataclasses.replace(TINY, dtype="bfloat16"))
     plain, _ = random_params(TINY)
