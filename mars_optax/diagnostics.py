@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from mars_optax import _checks
-from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
+from mars_optax.dimension_numbers import WeightDimensionNumbers, resolve
 from mars_optax.previous_iterate import MarsGrads
-from mars_optax.variance_reduction import MarsVRState, _correct, _correction_scale
+from mars_optax.variance_reduction import (
+    MarsVRState,
+    _correct,
+    _correction_scale,
+    _masked_like,
+    _squared_norm,
+)
 
 _MOMENTA = ("mu", "ema", "trace")  # as Optax's states call them
 
@@ -113,7 +119,13 @@ def diagnostics(
             f"state, got {type(updates).__name__}: pass what the optimizer takes."
         )
     grad, previous = updates if is_exact else (updates, vr.last_grad)
-    trees = [_masked_like(momentum, tree) for tree in (grad, previous)]
+    try:
+        trees = [_masked_like(momentum, tree) for tree in (grad, previous)]
+    except ValueError as error:
+        raise ValueError(
+            "`updates` must have the tree structure of the state's momentum: take both from the "
+            f"same parameters. ({error})"
+        ) from error
     numbers = resolve(weight_dimension_numbers, trees[0])
     g, p, m = (_wide(tree) for tree in (*trees, momentum))
     if callable(gamma):
@@ -175,17 +187,6 @@ def _find(state: Any) -> tuple[MarsVRState, Any]:
     return vr, momenta[0]
 
 
-def _masked_like(like: Any, tree: Any) -> Any:
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    try:
-        return jax.tree.map(lambda m, x: m if is_masked(m) else x, like, tree, is_leaf=is_masked)
-    except ValueError as error:
-        raise ValueError(
-            "`updates` must have the tree structure of the state's momentum: take both from the "
-            f"same parameters. ({error})"
-        ) from error
-
-
 def _wide(tree: Any) -> list[jax.Array]:
     """The leaves in float32 or wider."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
@@ -212,12 +213,11 @@ def _clipped_share(
 ) -> jax.Array:
     if clip_norm is None:
         return jnp.zeros([])
-    squares = [jnp.square(jnp.abs(_correct(x, y, k))) for x, y in zip(g, p, strict=True)]
     if scope == "global":
-        norms = [jnp.sqrt(sum(jnp.sum(s) for s in squares))]
-    else:
-        norms = []
-        for s, spec in zip(squares, numbers, strict=True):
-            axes = None if spec is None else matrix_axes(spec, s.shape)
-            norms.append(jnp.sqrt(jnp.sum(s, axis=axes and axes.reduction + axes.output)))
-    return jnp.mean(jnp.concatenate([jnp.ravel(n > clip_norm) for n in norms]))
+        numbers = [None] * len(g)
+    squared_norms = [
+        _squared_norm(_correct(x, y, k), spec) for x, y, spec in zip(g, p, numbers, strict=True)
+    ]
+    if scope == "global":
+        squared_norms = [jnp.asarray(sum(squared_norms))]
+    return jnp.mean(jnp.concatenate([jnp.ravel(jnp.sqrt(n) > clip_norm) for n in squared_norms]))

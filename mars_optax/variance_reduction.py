@@ -256,13 +256,15 @@ def _previous_gradient(updates: Any, state: MarsVRState, prev_grad: Any, exact: 
         _checks.check_same_tree("updates", updates, "the state's `last_grad`", state.last_grad)
         return state.last_grad
     # `optax.masked` and `optax.partition` mask the updates only, so prev_grad is masked here.
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     with contextlib.suppress(ValueError):  # the check below says what differs
-        prev_grad = jax.tree.map(
-            lambda u, p: u if is_masked(u) else p, updates, prev_grad, is_leaf=is_masked
-        )
+        prev_grad = _masked_like(updates, prev_grad)
     _checks.check_same_tree("prev_grad", prev_grad, "`updates`", updates)
     return prev_grad
+
+
+def _masked_like(like: Any, tree: Any) -> Any:
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(lambda m, x: m if is_masked(m) else x, like, tree, is_leaf=is_masked)
 
 
 def _reject_prev_grad(prev_grad: Any) -> None:
