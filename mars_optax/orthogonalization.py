@@ -202,6 +202,8 @@ def scale_by_orthogonalization(
 def _iteration(ns_steps: Any, ns_coeffs: Any, ns_dtype: Any, ns_gram: Any) -> _Iteration:
     remedy = "use an integer of at least 1, such as 5"
     _checks.check_number("ns_steps", ns_steps, lambda v: v >= 1 and v == int(v), remedy)
+    if not isinstance(ns_steps, jax.Array | np.ndarray):
+        ns_steps = int(ns_steps)  # 5.0 and np.int64(5) are static too
     coeffs = np.asarray(ns_coeffs, dtype=np.float64)
     steps = ns_steps if isinstance(ns_steps, int) else None
     if coeffs.shape != (3,) and not (

@@ -207,3 +207,9 @@ def test_leaves_of_one_shape_are_independent():
 def test_empty_tree():
     transformation = scale_by_orthogonalization()
     assert transformation.update({}, transformation.init({})) == ({}, optax.EmptyState())
+
+
+@pytest.mark.parametrize("steps", [5.0, np.int64(5)])
+def test_whole_numbers_of_other_types_count_as_steps(steps):
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    np.testing.assert_array_equal(orthogonalize(x, ns_steps=steps), orthogonalize(x))
