@@ -12,14 +12,9 @@ import os
 import pathlib
 import time
 
-# Before JAX starts: libtpu would look for a TPU otherwise.
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-8",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_WORKER_ID="0",
-)
+from examples.nanogpt.tpu import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # before JAX starts
 
 import jax
 import jax.numpy as jnp

@@ -17,4 +17,5 @@ sample.py       text from a model
 huggingface.py  models to and from Hugging Face's format
 hardware.py     what is known of accelerators
 compile.py      a step compiled for TPUs that are not there
+tpu.py          the environment that this needs
 """

@@ -17,16 +17,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from examples.nanogpt.tpu import ENVIRONMENT
+
 if __name__ == "__main__":
-    # Before JAX starts: it must neither look for a TPU nor for the cloud's metadata.
-    os.environ.update(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v5litepod-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_WORKER_ID="0",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing runs, so nothing is locked
-    )
+    os.environ.update(ENVIRONMENT)  # before JAX starts
 
 import jax
 import numpy as np
