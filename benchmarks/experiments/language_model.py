@@ -389,7 +389,7 @@ def compare_rates(question: Question) -> None:
     arms = {label: ARMS[label] for label in labels}
     arms["MARS-AdamW, v from g"] = variants(MARS_ADAMW, plain_v=True)
     for label, arm in arms.items():
-        for exponent in range(-3, 7):
+        for exponent in range(-1, 7):
             for seed in range(2):
                 question.run(label, arm, Task(), 1e-3 * 2.0**exponent, seed)
 
