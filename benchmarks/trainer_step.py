@@ -131,7 +131,7 @@ def circumstances() -> dict[str, str]:
     """When and where something was measured, and by what."""
     models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
+        "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
     }
