@@ -204,7 +204,6 @@ class Program(NamedTuple):
 
     init: Callable
     advance: Callable
-    evaluate: Callable
 
 
 @functools.lru_cache(maxsize=4)
@@ -232,10 +231,18 @@ def program(arm: Arm, task: Task) -> Program:
         (params, state), losses = jax.lax.scan(step, (params, state), batches)
         return params, state, losses.mean()
 
-    def evaluate(params, windows):
-        return jax.lax.map(lambda tokens: loss_fn(params, tokens), windows).mean()
+    return Program(jax.jit(init), jax.jit(advance, donate_argnums=(0, 1)))
 
-    return Program(jax.jit(init), jax.jit(advance, donate_argnums=(0, 1)), jax.jit(evaluate))
+
+@functools.cache
+def initial(size: str, seed: int) -> model.Params:
+    return model.init(SIZES[size], seed)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(size: str, params: model.Params, batches: jax.Array) -> jax.Array:
+    graphdef, _ = model.define(SIZES[size])
+    return jax.lax.map(lambda tokens: model.loss(graphdef, params, tokens), batches).mean()
 
 
 @functools.cache
@@ -262,8 +269,7 @@ def windows(size: str, count: int) -> np.ndarray:
 def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
     """One run: its validation losses in nats per byte, None from where they are not finite."""
     compiled = program(arm, task)
-    config = SIZES[task.size]
-    params = model.init(config, seed)
+    params = jax.tree.map(jnp.copy, initial(task.size, seed))  # it is donated
     state = compiled.init(params, rate)
     curve: list[list] = []
     seconds = 0.0
@@ -273,7 +279,7 @@ def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
         seconds += time.perf_counter() - start if i else 0.0  # the first one compiles
         last = i == EVALUATIONS - 1
         held_out = windows(task.size, WINDOWS["final" if last else "during"])
-        value = float(compiled.evaluate(params, held_out))
+        value = float(evaluate(task.size, params, held_out))
         if not (math.isfinite(value) and math.isfinite(float(loss))):
             break
         curve.append([(i + 1) * task.steps // EVALUATIONS, round(value, 5)])
