@@ -29,7 +29,7 @@ PATH = pathlib.Path(__file__).parent / "results" / "vision.json"
 GAMMAS = (0.001, 0.01, 0.025, 0.1)
 EPOCHS, BATCH, DECAY = 12, 64, 0.1
 SEEDS = range(3)
-START = 2  # the search begins at 1e-3 * 2**START and its neighbours
+START = 5  # the search begins at 1e-3 * 2**START and its neighbours
 
 
 class Arm(NamedTuple):

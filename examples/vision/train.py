@@ -163,16 +163,16 @@ def train(config: Config) -> tuple[float, float]:
         )
     is_digits = config.data == "digits"
     images = data.digits() if is_digits else data.cifar(config.data, config.data_dir)
-    if config.batch_size > len(images.train.labels):
+    count = len(images.train.labels)
+    if config.batch_size > count:
         raise ValueError(
-            f"--batch-size {config.batch_size} is more than the {len(images.train.labels)} training "
-            "images: lower it."
+            f"--batch-size {config.batch_size} is more than the {count} training images: lower it."
         )
     network = (model.SmallNet if is_digits else model.ResNet18)(
         images.classes, rngs=nnx.Rngs(config.seed)
     )
     graphdef, params, rest = model.split(network)
-    steps = config.epochs * (len(images.train.labels) // config.batch_size)
+    steps = config.epochs * (count // config.batch_size)
     optimizer = build(
         config.optimizer,
         schedule(config.learning_rate, steps),
