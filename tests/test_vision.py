@@ -111,9 +111,9 @@ def test_resnet18_has_the_published_size_and_learns_its_statistics():
     assert len(numbers) == 21  # 20 convolutions, of which 3 are projections, and the head
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_an_epoch_of_a_narrow_resnet(exact):
-    graphdef, params, rest = model.split(model.ResNet18(10, nnx.Rngs(0), width=2))
+@pytest.mark.parametrize(("exact", "stages"), [(False, 2), (True, 1)])
+def test_an_epoch_of_a_small_resnet(exact, stages):
+    graphdef, params, rest = model.split(model.ResNet18(10, nnx.Rngs(0), 2, stages))
     random = np.random.default_rng(0)
     images = data.Images(
         jnp.asarray(random.integers(256, size=(9, 32, 32, 3), dtype=np.uint8)),

@@ -51,10 +51,10 @@ class Block(nnx.Module):
 class ResNet18(nnx.Module):
     """He et al., 2016, with the 3 x 3 stem without pooling that is usual for 32 x 32 pixels."""
 
-    def __init__(self, classes: int, rngs: nnx.Rngs, width: int = 64) -> None:
+    def __init__(self, classes: int, rngs: nnx.Rngs, width: int = 64, stages: int = 4) -> None:
         self.stem = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
-        widths = [width * 2**stage for stage in range(4)]
+        widths = [width * 2**stage for stage in range(stages)]
         self.blocks = nnx.List(
             block
             for stage, (before, own) in enumerate(zip([width, *widths], widths, strict=False))
