@@ -80,16 +80,36 @@ def test_other_tables():
     stability = report.stability(RUNS).splitlines()
     assert "| +0.200 | diverges | – | – |" in stability[2]  # 2 and 4 times AdamW's best rate
     assert "(1.00 ×)" in stability[2]
-    spent = report.per_gradient(RUNS).splitlines()
-    assert spent[-1] == "| MARS-M | 100 | 2 | 200 | 0.004 | 1.600 ± 0.100 |"
-    two = RUNS + [r | {"batch": 4, "final_loss": 9.0} for r in sweep("MARS-M", [3, 2, 3])]
-    pivot = report.pivot(two, "arm", "batch").splitlines()
-    assert pivot[0] == "|  | batch 16 | batch 4 |"
-    assert pivot[2].endswith("| – |")
-    both = report.of_tasks(two, lambda runs: str(len(runs)))
-    assert both == f"**size tiny, 100 steps, batch 16**\n\n{len(RUNS)}\n\n" + (
-        "**size tiny, 100 steps, batch 4**\n\n5"
-    )
+    exact = {"optimizer": "mars_m", "exact": True, "gamma": 1.0}
+    plain = sweep("MARS-M", [2, 1.5, 1.6], optimizer={"optimizer": "mars_m"}, steps=200)
+    runs = [
+        *plain,
+        *sweep("MARS-M exact, 1 of 4", [2, 1.8, 1.9], gradients=1.25, optimizer=exact),
+        *sweep("MARS-M exact, 1 of 1", [2, 1.7, 1.9], gradients=2, optimizer=exact),
+    ]
+    rows = report.by_gradients(runs).splitlines()
+    assert rows[0] == "|  | 125 gradients | 200 gradients |"
+    assert rows[2] == "| MARS-M, exact, γ 1 | 1.900 ± 0.100 (0.002) | 1.800 ± 0.100 (0.002) |"
+    assert rows[3] == "| MARS-M | – | 1.600 ± 0.100 (0.002) |"
+    lines = report.gradients_figure(runs).axes[0].containers
+    assert [list(one.lines[0].get_xdata()) for one in lines] == [[200], [125, 200]]
+
+    small = [*sweep("AdamW", [3, 2, 3], batch=4), *sweep("MARS-M", [3, 1.9, 3], batch=4)]
+    large = [*sweep("AdamW", [3, 1, 3], batch=64), *sweep("MARS-M", [3, 1.2, 3], batch=64)]
+    rows = report.by_batch(small + large).splitlines()
+    assert rows[3] == "| MARS-M | 2.000 ± 0.100 (0.002) | 1.300 ± 0.100 (0.002) |"
+    assert rows[5] == "| − AdamW | batch 4 | batch 64 |"
+    assert rows[-1] == "| MARS-M | −0.100 ± 0.000 | +0.200 ± 0.000 |"
+    both = report.of_tasks(small + large, lambda runs: str(len(runs)))
+    titles = [f"**size tiny, 100 steps, batch {batch}**\n\n10" for batch in (4, 64)]
+    assert both == "\n\n".join(titles)
+
+    longer = RUNS + sweep("Lion", [2, 1.8, 2], steps=200)
+    rows = report.by_length(longer).splitlines()
+    assert rows[0] == "|  | 100 steps | 200 steps |"
+    assert rows[2:] == ["| Lion | 2.600 ± 0.100 (0.001, edge) | 1.900 ± 0.100 (0.002) |"]
+    (bar,) = report.lengths_figure(longer).axes[0].containers
+    assert list(bar.lines[0].get_xdata()) == [100, 200]
     gammas = [
         r
         for value in (0.0, 0.1)
@@ -108,22 +128,33 @@ def test_other_tables():
     assert list(line.get_ydata()) == pytest.approx([2.1, 2.0])
 
 
+def test_the_table_of_partial_corrections():
+    keys = ("estimator", "gamma", "gradients", "error")
+    made = [("EMA", 0, 1.0, 2.0), ("EMA", 0, 1.5, 1.6), ("exact", 0.1, 1.5, 1.0)]
+    made = report.partial_errors({"rows": [dict(zip(keys, row, strict=True)) for row in made]})
+    assert made == [
+        ["error of m", "1 gradients", "1.5 gradients"],
+        ["EMA, larger batch", "1.000", "0.800"],
+        ["exact, γ 0.1", "–", "0.500"],
+    ]
+
+
 def test_other_figures():
     rates = report.rates_figure(RUNS)
     np.testing.assert_allclose(rates.axes[0].lines[0].get_ydata(), [2.5, 2.0, 2.2])  # no diverged
     batches = RUNS + [{**r, "batch": 4} for r in RUNS]
     lines = report.batches_figure(batches).axes[0].get_legend_handles_labels()
     assert lines[1] == ["AdamW (.9, .95)", "AdamW (.95, .99)", "MARS-M", "Lion"]
-    bars = report.gradients_figure(RUNS).axes[0].containers
-    assert [bar.lines[0].get_xdata()[0] for bar in bars] == [100, 100, 200, 100]
-    curves = report.curves_figure(RUNS).axes[0]
-    assert [line.get_label() for line in curves.lines] == [
-        "AdamW (.9, .95): 2.100",
+    curves = report.curves_figure(RUNS + [r | {"size": "demo"} for r in RUNS]).axes
+    assert [line.get_label() for line in curves[0].lines] == [
+        "AdamW (.95, .99): 2.500",
         "MARS-M: 1.600",
     ]
-    dots = report.plotted(report.seeds_figure(batches))
+    assert len(curves) == 2
+    figure = report.seeds_figure(RUNS + sweep("AdamW, longer", [0.1, 0.2], steps=200))
+    dots = report.plotted(figure)
     assert [[1.5, 1.6, 1.7], [3, 3, 3]] in dots
-    assert len(report.seeds_figure(batches).axes) == 2
+    assert len(dots) == 2 * 4 + 1
 
 
 def test_parts_are_put_between_their_marks():

@@ -2,11 +2,12 @@
 
     python -m benchmarks.experiments.cost    # some minutes; nothing is trained
 
-The FLOPs of an update on GPT-2 small's matrices, as XLA's CPU compiler counts them, beside the
-papers' counts and those of the shapes; and their share of a training step. Writes
-results/cost.json.
+As XLA's CPU compiler counts them: the FLOPs of an update on GPT-2 small's matrices, beside the
+papers' counts and those of the shapes, and their share of a training step; and the FLOPs of whole
+training steps of language_model.py. Writes results/cost.json.
 """
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -17,6 +18,8 @@ import optax
 
 import mars_optax
 from benchmarks import gpt2
+from benchmarks.experiments import language_model
+from examples.nanogpt import model
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 NS_STEPS = 5
@@ -29,6 +32,15 @@ OPTIMIZERS = {
     "MARS-M, standard form": mars_optax.mars_m(1e-3, ns_gram=False),
     "MARS-M, Gram form": mars_optax.mars_m(1e-3, ns_gram=True),
 }
+STEPS_OF = (
+    "AdamW (.95, .99)",
+    "NAdamW (.95, .99)",
+    "MARS-AdamW",
+    "MARS-AdamW exact",
+    "Muon",
+    "MARS-M",
+    "MARS-M exact",
+)
 
 
 def newton_schulz(rows: int, columns: int) -> int:
@@ -56,6 +68,26 @@ def of_compiler(optimizer: optax.GradientTransformation, layers: int, width: int
     state = jax.eval_shape(optimizer.init, params)
     compiled = jax.jit(gpt2.make_step(optimizer)).lower(params, state, params).compile()
     return compiled.cost_analysis()["flops"]
+
+
+def of_step(label: str, size: str) -> float:
+    """FLOPs of a training step of an arm of language_model.py, its gradients included."""
+    arm, task = language_model.ARMS[label], language_model.Task(size)
+    graphdef, params = model.define(language_model.SIZES[size])
+    loss_fn = functools.partial(model.loss, graphdef)
+    tx = language_model.build(arm, 1e-3, task.steps)
+    state = jax.eval_shape(tx.init, params)
+    tokens = jax.ShapeDtypeStruct((task.batch, language_model.SIZES[size].context + 1), jnp.int32)
+
+    def step(params, state, tokens):
+        if arm.exact:
+            _, grads = mars_optax.value_and_grads(loss_fn)(params, tokens, state=state)
+        else:
+            grads = jax.grad(loss_fn)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step).lower(params, state, tokens).compile().cost_analysis()["flops"]
 
 
 def update_table(results: dict[str, Any]) -> list[list[str]]:
@@ -93,10 +125,15 @@ def main(layers: int = gpt2.LAYERS, width: int = gpt2.WIDTH) -> None:
     for name, optimizer in OPTIMIZERS.items():
         flops[name] = of_compiler(optimizer, layers, width)
         print(f"{name}: {flops[name]:.4g}", flush=True)
+    steps: dict[str, dict[str, float]] = {}
+    for size in language_model.SIZES:
+        for label in STEPS_OF:
+            steps.setdefault(size, {})[label] = of_step(label, size)
+            print(f"{size}, {label}: {steps[size][label]:.4g}", flush=True)
     versions = {"jax": jax.__version__, "optax": optax.__version__}
     settings = {"layers": layers, "width": width, "versions": versions}
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"settings": settings, "flops": flops}, indent=1)
+    text = json.dumps({"settings": settings, "flops": flops, "steps": steps}, indent=1)
     (RESULTS / "cost.json").write_text(text + "\n")
 
 

@@ -29,7 +29,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 PAGE, ASSETS = ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
 TASK = ("size", "steps", "batch")
 BASELINE = "AdamW"  # of the arms whose labels begin so, the best
-SHOWN_CURVES = ("AdamW (.9, .95)", "NAdamW (.9, .95)", "Muon", "MARS-AdamW", "MARS-M")
+SHOWN_CURVES = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "Muon", "MARS-AdamW", "MARS-M")
 FACTORS = (2, 4, 8, 16)  # of the best rate, in the table of stability
 
 
@@ -216,10 +216,40 @@ def pivot(runs: list[Run], row: str, column: str) -> str:
     def cell(r: Any, c: Any) -> str:
         if (arm := cells.get((r, c))) is None:
             return "–"
-        return f"{with_spread(arm.mean, arm.spread)} ({rate_text(arm)})"
+        edge = "" if arm.inside else ", edge"
+        return f"{with_spread(arm.mean, arm.spread)} ({arm.rate:g}{edge})"
 
-    header = ["", *(f"{column} {c}" if column == "batch" else c for c in columns)]
+    header = ["", *(f"{c} {column}" if column == "steps" else f"{c}" for c in columns)]
     return table([header, *([str(r), *(cell(r, c) for c in columns)] for r in rows)])
+
+
+def by_batch(runs: list[Run]) -> str:
+    """Final losses, and below them their differences from AdamW's at the same batch size."""
+    named = [run | {"of": f"batch {run['batch']}"} for run in runs]
+    batches = {batch: tune_arms(own) for (batch,), own in group(named, "of").items()}
+    rows = [["− AdamW", *batches]]
+    for label in next(iter(batches.values())):
+        cells = [
+            with_spread(*difference(arms[label], arms[baseline(arms)]), sign="+")
+            for arms in batches.values()
+        ]
+        rows.append([label, *cells])
+    return pivot(named, "arm", "of") + "\n\n" + table(rows)
+
+
+def by_length(runs: list[Run]) -> str:
+    """Final losses of runs of several lengths, of the first size."""
+    return pivot(of_several_lengths(runs), "arm", "steps")
+
+
+def of_several_lengths(runs: list[Run]) -> list[Run]:
+    """Runs of the first size, of the arms with more than one length."""
+    own = [run for run in runs if run["size"] == runs[0]["size"]]
+    several = {
+        arm for (arm,), group_ in group(own, "arm").items() if len(group(group_, "steps")) > 1
+    }
+    own = [run for run in own if run["arm"] in several]
+    return sorted(own, key=lambda run: run["steps"])
 
 
 def by_gamma(runs: list[Run]) -> str:
@@ -253,12 +283,11 @@ def stability(runs: list[Run]) -> str:
 
     def row(label: str, own: list[Run]) -> list[str]:
         arm, losses, between = tune(own), by_rate(own), best_rate_between(own)
-        shared = min(arm.losses)
         costs = []
         for factor in FACTORS:
             near = [rate for rate in losses if math.isclose(rate, factor * arm.rate, rel_tol=0.01)]
-            loss = losses[near[0]].get(shared, math.nan) if near else math.nan
-            cost = loss - arm.losses[shared]
+            added = [loss - arm.losses[s] for s, loss in losses[near[0]].items()] if near else []
+            cost = float(np.mean(added)) if added else math.nan
             costs.append("diverges" if math.isinf(cost) else number(cost, sign="+"))
         ratio = f"{between:.2g} ({between / reference:.2f} ×)"
         return [label, with_spread(arm.mean, arm.spread), rate_text(arm), ratio, *costs]
@@ -267,16 +296,22 @@ def stability(runs: list[Run]) -> str:
     return table([header, *(row(*item) for item in arms.items())])
 
 
-def per_gradient(runs: list[Run]) -> str:
-    """Final losses beside what they cost, from the fewest gradients to the most."""
-    rows = []
-    for (label, steps), own in group(runs, "arm", "steps").items():
-        arm = tune(own)
-        spent = arm.gradients * steps
-        text = [label, str(steps), f"{arm.gradients:.3g}", f"{spent:.0f}", rate_text(arm)]
-        rows.append((spent, arm.mean, [*text, with_spread(arm.mean, arm.spread)]))
-    header = ["", "steps", "gradients a step", "gradients", "best rate", "final loss"]
-    return table([header, *(row for *_, row in sorted(rows))])
+def by_gradients(runs: list[Run]) -> str:
+    """Final losses at equal numbers of gradients; exact modes spend them on fewer steps."""
+    columns = sorted({spent(run) for run in runs})
+    named = [run | {"line": line(run), "spent": f"{spent(run):g} gradients"} for run in runs]
+    named.sort(key=lambda run: columns.index(spent(run)))
+    return pivot(named, "line", "spent")
+
+
+def spent(run: Run) -> float:
+    """Gradients of a whole batch in the run."""
+    return run["steps"] * run["gradients"]
+
+
+def line(run: Run) -> str:
+    """The optimizer and mode, and γ in exact mode, whatever the part of the batch."""
+    return series(run) + (f", γ {gamma(run):g}" if setting(run, "exact") else "")
 
 
 def of_images(runs: list[Run]) -> str:
@@ -301,6 +336,20 @@ def of_images(runs: list[Run]) -> str:
     return table([header, *(row(*item) for item in arms.items())])
 
 
+def partial_errors(results: dict[str, Any]) -> list[list[str]]:
+    """Least errors of the momentum at the cost of 1 + 1/n gradients, over the EMA's at cost 1."""
+    rows = results["rows"]
+    costs = sorted({row["gradients"] for row in rows})
+    one = next(row["error"] for row in rows if row["gradients"] == 1)
+    lines: dict[str, dict[float, float]] = {}
+    for row in rows:
+        is_ema = row["estimator"] == "EMA"
+        label = "EMA, larger batch" if is_ema else f"exact, γ {row['gamma']:g}"
+        lines.setdefault(label, {})[row["gradients"]] = row["error"] / one
+    body = [[name, *(number(own.get(c, math.nan)) for c in costs)] for name, own in lines.items()]
+    return [["error of m", *(f"{cost:g} gradients" for cost in costs)], *body]
+
+
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -314,45 +363,45 @@ def panels(count: int, width: float = 6, height: float = 4) -> tuple[Figure, lis
 
 
 def seeds_figure(runs: list[Run]) -> Figure:
-    """Each arm's final losses at its best rate, a dot for a seed; one panel for each task."""
-    tasks = group(runs, *TASK)
-    most = max(len(group(own, "arm")) for own in tasks.values())
-    figure, axes = panels(len(tasks), 5.5, 1.2 + 0.27 * most)
-    for axis, (task, own) in zip(axes, tasks.items(), strict=True):
-        arms = sorted(tune_arms(own).items(), key=lambda item: -item[1].mean)
-        for place, (label, arm) in enumerate(arms):
-            color = "C1" if label.startswith("MARS") else "C0"
-            losses = list(arm.losses.values())
-            axis.plot(losses, [place] * len(losses), "o", color=color, markersize=4, alpha=0.5)
-            axis.plot([arm.mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
-        best = dict(arms)[baseline(dict(arms))]
-        axis.axvline(best.mean, color="0.6", linewidth=1, linestyle="--")
-        axis.set_yticks(range(len(arms)), [label for label, _ in arms], fontsize="small")
-        axis.set_xlabel("final validation loss")
-        if len(tasks) > 1:
-            axis.set_title(f"{task[0]}, {task[1]} steps, batch {task[2]}", fontsize="medium")
+    """Each arm's final losses at its best rate, a dot for a seed, on the first task."""
+    arms = sorted(tune_arms(first_tasks(runs)[0]).items(), key=lambda item: -item[1].mean)
+    figure, (axis,) = panels(1, 7.5, 1.2 + 0.27 * len(arms))
+    for place, (label, arm) in enumerate(arms):
+        color = "C1" if label.startswith("MARS") else "C0"
+        losses = list(arm.losses.values())
+        axis.plot(losses, [place] * len(losses), "o", color=color, markersize=4, alpha=0.5)
+        axis.plot([arm.mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
+    best = dict(arms)[baseline(dict(arms))]
+    axis.axvline(best.mean, color="0.6", linewidth=1, linestyle="--")
+    axis.set_yticks(range(len(arms)), [label for label, _ in arms], fontsize="small")
+    axis.set_xlabel("final validation loss")
     return figure
 
 
+def first_tasks(runs: list[Run]) -> list[list[Run]]:
+    """The runs of the first task of each size."""
+    tasks = {key[0]: own for key, own in reversed(group(runs, *TASK).items())}
+    return list(tasks.values())[::-1]
+
+
 def curves_figure(runs: list[Run]) -> Figure:
-    """Mean validation losses over the steps, without the first tenth."""
-    tasks = group(runs, *TASK)
+    """Mean validation losses over the steps, without the first tenth; a panel for each size."""
+    tasks = first_tasks(runs)
     figure, axes = panels(len(tasks), 5.5)
-    for axis, (task, own) in zip(axes, tasks.items(), strict=True):
+    for axis, own in zip(axes, tasks, strict=True):
         for label, arm in tune_arms(r for r in own if r["arm"] in SHOWN_CURVES).items():
             step, loss = arm.curve[len(arm.curve) // 10 :].T
             axis.plot(step, loss, label=f"{label}: {arm.mean:.3f}", linewidth=1.5)
         axis.set(xlabel="step", ylabel="validation loss")
         axis.legend(frameon=False, fontsize="small")
-        if len(tasks) > 1:
-            axis.set_title(f"{task[0]}, {task[1]} steps, batch {task[2]}", fontsize="medium")
+        axis.set_title(f"{own[0]['size']}, batch {own[0]['batch']}", fontsize="medium")
     return figure
 
 
 def rates_figure(runs: list[Run]) -> Figure:
     """Final loss against the rate, by the seeds that all rates have; divergences are left out."""
     figure, (axis,) = panels(1, 7.5, 4.5)
-    least, greatest = math.inf, -math.inf
+    shown: list[list[float]] = []  # each arm's losses
     for place, ((label,), own) in enumerate(group(runs, "arm").items()):
         losses = by_rate(own)
         shared = set.intersection(*(set(seeds) for seeds in losses.values()))
@@ -360,9 +409,10 @@ def rates_figure(runs: list[Run]) -> Figure:
         finite = {rate: loss for rate, loss in means.items() if math.isfinite(loss)}
         style = ("-", "--", ":")[place // 10]  # there are ten colours
         axis.plot(list(finite), list(finite.values()), style, marker="o", ms=3, label=label)
-        least = min(least, *finite.values())
-        greatest = max(greatest, min(finite.values()))
-    axis.set_ylim(least - 0.02, greatest + 0.25)  # a rate far off is out of range, not of the data
+        shown.append(list(finite.values()))
+    # A rate far off is left out of the range, not of the data.
+    highest = min(max(map(max, shown)), max(map(min, shown)) + 0.25)
+    axis.set_ylim(min(map(min, shown)) - 0.02, highest + 0.02)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted({run["rate"] for run in runs}))
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -413,17 +463,30 @@ def batches_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def gradients_figure(runs: list[Run]) -> Figure:
-    """Final loss against the gradients that a run took, one line for each arm's lengths."""
+def lengths_figure(runs: list[Run]) -> Figure:
+    """Final loss against the steps of the whole run."""
     figure, (axis,) = panels(1, 7)
-    lines: dict[str, list] = {}
-    for (label, steps), own in group(runs, "arm", "steps").items():
-        arm = tune(own)
-        lines.setdefault(label, []).append((steps * arm.gradients, arm))
-    for label, points in lines.items():
-        _errorbars(axis, sorted(points, key=lambda point: point[0]), label)
-    axis.set(xlabel="gradients of a whole batch", ylabel="final validation loss")
-    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    for (label,), own in group(of_several_lengths(runs), "arm").items():
+        _errorbars(axis, [(s, tune(r)) for (s,), r in group(own, "steps").items()], label)
+    axis.set_xscale("log", base=2)
+    ticks = sorted({run["steps"] for run in of_several_lengths(runs)})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set(xlabel="steps of the run", ylabel="final validation loss")
+    axis.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def gradients_figure(runs: list[Run]) -> Figure:
+    """Final loss against the gradients that a run took; a panel for each optimizer."""
+    named = [run | {"name": series(run).split(",")[0], "line": line(run)} for run in runs]
+    optimizers = group(named, "name")
+    figure, axes = panels(len(optimizers), 5.5)
+    for axis, own in zip(axes, optimizers.values(), strict=True):
+        for (label,), of_line in group(own, "line").items():
+            points = [(spent(r[0]), tune(r)) for r in group(of_line, "arm", "steps").values()]
+            _errorbars(axis, sorted(points, key=lambda point: point[0]), label)
+        axis.set(xlabel="gradients of a whole batch", ylabel="final validation loss")
+        axis.legend(frameon=False, fontsize="small")
     return figure
 
 
@@ -449,6 +512,19 @@ def save(figure: Figure, file: Any) -> None:
     figure.savefig(file, dpi=110, format="png", metadata=numbers)
 
 
+def cost_of_losses(results: dict[str, Any]) -> list[list[str]]:
+    """FLOPs of a step by the compiler, and those to AdamW's final loss, over AdamW's."""
+    rows = [["", "size", "FLOPs of a step", "FLOPs to AdamW's loss"]]
+    for own in first_tasks(read("optimizers")["runs"]):
+        arms, flops = tune_arms(own), results["steps"][own[0]["size"]]
+        best = baseline(arms)
+        for label in (name for name in flops if name in arms):
+            ratio = flops[label] / flops[best]
+            share = steps_to(arms[label].curve, arms[best].mean) / arms[best].curve[-1, 0]
+            rows.append([label, own[0]["size"], number(ratio, 2), number(ratio * share, 2)])
+    return rows
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -469,13 +545,16 @@ def _of_rows(make: Callable) -> Callable:
 TABLES = {
     "variance_reduction": Item("variance_reduction", _of_rows(variance_reduction.least_errors)),
     "optimizers": Item("optimizers", _of_runs(lambda runs: of_tasks(runs, comparison))),
+    "lengths": Item("optimizers", _of_runs(by_length)),
     "gamma": Item("gamma", _of_runs(lambda runs: of_tasks(runs, by_gamma))),
     "rates": Item("rates", _of_runs(lambda runs: of_tasks(runs, stability))),
-    "batch": Item("batch", _of_runs(lambda runs: pivot(runs, "arm", "batch"))),
-    "exact": Item("exact", _of_runs(per_gradient)),
+    "batch": Item("batch", _of_runs(by_batch)),
+    "exact": Item("exact", _of_runs(by_gradients)),
+    "partial_exact": Item("partial_exact", _of_rows(partial_errors)),
     "details": Item("details", _of_runs(lambda runs: of_tasks(runs, comparison))),
     "vision": Item("vision", _of_runs(of_images)),
     "cost": Item("cost", _of_rows(cost.update_table)),
+    "cost_of_losses": Item("cost", _of_rows(cost_of_losses)),
     "cost_of_steps": Item("cost", _of_rows(cost.share_table)),
 }
 FIGURES = {
@@ -486,6 +565,7 @@ FIGURES = {
     ),
     "optimizers": Item("optimizers", _of_runs(seeds_figure), "Final losses of all optimizers"),
     "curves": Item("optimizers", _of_runs(curves_figure), "Validation losses over the steps"),
+    "lengths": Item("optimizers", _of_runs(lengths_figure), "Final loss against the run's length"),
     "gamma": Item("gamma", _of_runs(gammas_figure), "Final loss against γ"),
     "rates": Item("rates", _of_runs(rates_figure), "Final loss against the learning rate"),
     "batch": Item("batch", _of_runs(batches_figure), "Distance to AdamW against the batch size"),
