@@ -11,6 +11,7 @@ Runs are as language_model.py and vision.py write them: {"arm": label, "rate", "
 "seconds_per_step", "optimizer": {"gamma", "exact", ...}} and the task's size, steps and batch.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -136,6 +137,15 @@ def steps_to(curve: np.ndarray, loss: float) -> float:
     return float(x0 + (x1 - x0) * (y0 - loss) / (y0 - y1))
 
 
+def share_of_steps(arm: Tuned, other: Tuned) -> float:
+    """The steps to the other's loss, over the other's; NaN: never.
+
+    Both curves without the last point, which averages over more held-out text than the others.
+    """
+    curve, reached = arm.curve[:-1], other.curve[:-1][-1]
+    return steps_to(curve, reached[1]) / float(reached[0])
+
+
 def best_rate_between(runs: list[Run]) -> float:
     """Where the parabola through the best rate and its neighbours has its least; else the best."""
     losses = {rate: float(np.mean(list(seeds.values()))) for rate, seeds in by_rate(runs).items()}
@@ -189,10 +199,9 @@ def comparison(runs: list[Run]) -> str:
     """Arms from the least loss to the greatest, beside the best AdamW."""
     arms = tune_arms(runs)
     reference = arms[baseline(arms)]
-    total = reference.curve[-1, 0]
 
     def row(label: str, arm: Tuned) -> list[str]:
-        share = steps_to(arm.curve, reference.mean) / total
+        share = share_of_steps(arm, reference)
         return [
             f"**{label}**" if arm is reference else label,
             rate_text(arm),
@@ -513,14 +522,14 @@ def save(figure: Figure, file: Any) -> None:
 
 
 def cost_of_losses(results: dict[str, Any]) -> list[list[str]]:
-    """FLOPs of a step by the compiler, and those to AdamW's final loss, over AdamW's."""
+    """FLOPs of a step by the compiler, and those to AdamW's loss, over AdamW's."""
     rows = [["", "size", "FLOPs of a step", "FLOPs to AdamW's loss"]]
     for own in first_tasks(read("optimizers")["runs"]):
         arms, flops = tune_arms(own), results["steps"][own[0]["size"]]
         best = baseline(arms)
         for label in (name for name in flops if name in arms):
             ratio = flops[label] / flops[best]
-            share = steps_to(arms[label].curve, arms[best].mean) / arms[best].curve[-1, 0]
+            share = share_of_steps(arms[label], arms[best])
             rows.append([label, own[0]["size"], number(ratio, 2), number(ratio * share, 2)])
     return rows
 
@@ -543,7 +552,13 @@ def _of_rows(make: Callable) -> Callable:
 
 
 TABLES = {
-    "variance_reduction": Item("variance_reduction", _of_rows(variance_reduction.least_errors)),
+    **{
+        f"variance_reduction, {name.split(':')[0]}": Item(
+            "variance_reduction",
+            _of_rows(functools.partial(variance_reduction.least, measure=name)),
+        )
+        for name in variance_reduction.MEASURES
+    },
     "optimizers": Item("optimizers", _of_runs(lambda runs: of_tasks(runs, comparison))),
     "lengths": Item("optimizers", _of_runs(by_length)),
     "gamma": Item("gamma", _of_runs(lambda runs: of_tasks(runs, by_gamma))),

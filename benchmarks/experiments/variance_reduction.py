@@ -187,6 +187,12 @@ def measure(problem: Problem, runs: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+MEASURES: dict[str, Callable[[dict], float]] = {
+    "open loop: |m − ∇F|²": lambda row: row["bias2"] + row["variance"],
+    "closed loop: tail of F − F*": lambda row: row["tail"],
+}
+
+
 def draw(data: dict[str, Any]) -> Figure:
     """Above the open loop's errors, below the closed loop's, over the momentum's memory."""
     results = data["results"]
@@ -201,9 +207,8 @@ def draw(data: dict[str, Any]) -> Figure:
             style = {"color": "0.75", "lw": 6} if mode == "EMA" else {"color": DRAWN[gamma]}
             style |= {"ls": "--"} if mode == "approximate" else {}
             label = mode if mode == "EMA" else f"{mode}, γ = {gamma:g}"
-            errors = [r["bias2"] + r["variance"] for r in chosen]
-            axes[0, column].loglog(horizon, errors, label=label, **style)
-            axes[1, column].loglog(horizon, [r["tail"] for r in chosen], **style)
+            for panel, measure in zip(axes[:, column], MEASURES.values(), strict=True):
+                panel.loglog(horizon, list(map(measure, chosen)), label=label, **style)
         axes[0, column].set_title(name, fontsize="medium")
         axes[1, column].set_xlabel("1 / (1 − b1)")
     for panel in axes.flat:
@@ -212,8 +217,8 @@ def draw(data: dict[str, Any]) -> Figure:
         panel.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"])
         panel.tick_params(which="minor", labelleft=False)
         panel.minorticks_off()
-    axes[0, 0].set_ylabel("open loop: |m − ∇F|²")
-    axes[1, 0].set_ylabel("closed loop: tail of F − F*")
+    for panel, label in zip(axes[:, 0], MEASURES, strict=True):
+        panel.set_ylabel(label)
     for panel in (axes[1, 0], axes[1, 2]) if len(results) > 2 else ():
         panel.set_yticks(TAIL_TICKS, [f"{tick:g}" for tick in TAIL_TICKS])
         panel.set_ylim(7e-4, 1.2e-2)
@@ -221,27 +226,18 @@ def draw(data: dict[str, Any]) -> Figure:
     return figure
 
 
-def least_errors(data: dict[str, Any]) -> list[list[str]]:
-    """Each the least over b1, as a multiple of the EMA's least."""
-    measures: dict[str, Callable] = {
-        "error": lambda r: r["bias2"] + r["variance"],
-        "tail": lambda r: r["tail"],
-    }
-    columns = [(name, measure) for measure in measures for name in data["results"]]
-    rows = [["", *(f"{measure}: {name}" for name, measure in columns)]]
+def least(data: dict[str, Any], measure: str) -> list[list[str]]:
+    """Of a measure, the least over b1, as a multiple of the EMA's least."""
+    problems = data["results"]
+
+    def of(problem: str, mode: str, gamma: float) -> float:
+        own = [r for r in problems[problem] if (r["estimator"], r["gamma"]) == (mode, gamma)]
+        return min(map(MEASURES[measure], own))
+
+    rows = [[measure.replace("|", "\\|"), *problems]]
     for mode, gamma in [(mode, gamma) for mode in MODES for gamma in GAMMAS]:
-        row = [f"{mode}, γ = {gamma:g}"]
-        for name, measure in columns:
-            least = {
-                estimator: min(
-                    measures[measure](r)
-                    for r in data["results"][name]
-                    if (r["estimator"], r["gamma"]) == estimator
-                )
-                for estimator in ((mode, gamma), ("EMA", 0.0))
-            }
-            row.append(f"{least[mode, gamma] / least['EMA', 0.0]:.3g}")
-        rows.append(row)
+        ratios = [of(problem, mode, gamma) / of(problem, "EMA", 0.0) for problem in problems]
+        rows.append([f"{mode}, γ = {gamma:g}", *(f"{ratio:.3g}" for ratio in ratios)])
     return rows
 
 
@@ -251,8 +247,9 @@ def main(runs: int = 64, steps: int = 600) -> None:
     settings = {"runs": runs, "steps": steps, "jax": jax.__version__, "optax": optax.__version__}
     data = {"settings": settings, "results": results}
     (RESULTS / "variance_reduction.json").write_text(json.dumps(data, indent=1) + "\n")
-    for row in least_errors(data):
-        print(", ".join(row))
+    for measure in MEASURES:
+        for row in least(data, measure):
+            print(", ".join(row))
 
 
 if __name__ == "__main__":
