@@ -526,10 +526,10 @@ def cost_of_losses(results: dict[str, Any]) -> list[list[str]]:
     rows = [["", "size", "FLOPs of a step", "FLOPs to AdamW's loss"]]
     for own in first_tasks(read("optimizers")["runs"]):
         arms, flops = tune_arms(own), results["steps"][own[0]["size"]]
-        best = baseline(arms)
+        adamw = next(name for name in flops if name.startswith(BASELINE))  # betas cost nothing
         for label in (name for name in flops if name in arms):
-            ratio = flops[label] / flops[best]
-            share = share_of_steps(arms[label], arms[best])
+            ratio = flops[label] / flops[adamw]
+            share = share_of_steps(arms[label], arms[baseline(arms)])
             rows.append([label, own[0]["size"], number(ratio, 2), number(ratio * share, 2)])
     return rows
 
