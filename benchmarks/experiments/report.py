@@ -246,9 +246,10 @@ def by_batch(runs: list[Run]) -> str:
     return pivot(named, "arm", "of") + "\n\n" + table(rows)
 
 
-def by_length(runs: list[Run]) -> str:
+def by_length(runs: list[Run]) -> str | None:
     """Final losses of runs of several lengths, of the first size."""
-    return pivot(of_several_lengths(runs), "arm", "steps")
+    several = of_several_lengths(runs)
+    return pivot(several, "arm", "steps") if several else None
 
 
 def of_several_lengths(runs: list[Run]) -> list[Run]:
@@ -472,13 +473,16 @@ def batches_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def lengths_figure(runs: list[Run]) -> Figure:
+def lengths_figure(runs: list[Run]) -> Figure | None:
     """Final loss against the steps of the whole run."""
+    several = of_several_lengths(runs)
+    if not several:
+        return None
     figure, (axis,) = panels(1, 7)
-    for (label,), own in group(of_several_lengths(runs), "arm").items():
+    for (label,), own in group(several, "arm").items():
         _errorbars(axis, [(s, tune(r)) for (s,), r in group(own, "steps").items()], label)
     axis.set_xscale("log", base=2)
-    ticks = sorted({run["steps"] for run in of_several_lengths(runs)})
+    ticks = sorted({run["steps"] for run in several})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set(xlabel="steps of the run", ylabel="final validation loss")
     axis.legend(frameon=False, fontsize="small")
@@ -596,6 +600,12 @@ def read(name: str) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def make(item: Item) -> Any:
+    """The table's text or the figure; None where there are no results for it."""
+    results = read(item.results)
+    return None if results is None else item.make(results)
+
+
 def fill(page: str, parts: dict[str, str]) -> str:
     """The page with these texts between the marks of their names, such as "table: cost"."""
     for name, text in parts.items():
@@ -609,12 +619,12 @@ def fill(page: str, parts: dict[str, str]) -> str:
 def main() -> None:
     parts = {}
     for name, item in TABLES.items():
-        if (results := read(item.results)) is not None:
-            parts[f"table: {name}"] = item.make(results)
+        if (text := make(item)) is not None:
+            parts[f"table: {name}"] = text
     ASSETS.mkdir(exist_ok=True)
     for name, item in FIGURES.items():
-        if (results := read(item.results)) is not None:
-            save(item.make(results), ASSETS / f"results-{name}.png")
+        if (figure := make(item)) is not None:
+            save(figure, ASSETS / f"results-{name}.png")
             parts[f"figure: {name}"] = f"![{item.alt}](assets/results-{name}.png)"
     PAGE.write_text(fill(PAGE.read_text(), parts))
     print("made " + ", ".join(parts))
