@@ -397,7 +397,7 @@ def first_tasks(runs: list[Run]) -> list[list[Run]]:
 def curves_figure(runs: list[Run]) -> Figure:
     """Mean validation losses over the steps, without the first tenth; a panel for each size."""
     tasks = first_tasks(runs)
-    figure, axes = panels(len(tasks), 5.5)
+    figure, axes = panels(len(tasks), 4.7)
     for axis, own in zip(axes, tasks, strict=True):
         for label, arm in tune_arms(r for r in own if r["arm"] in SHOWN_CURVES).items():
             step, loss = arm.curve[len(arm.curve) // 10 :].T
@@ -493,7 +493,7 @@ def gradients_figure(runs: list[Run]) -> Figure:
     """Final loss against the gradients that a run took; a panel for each optimizer."""
     named = [run | {"name": series(run).split(",")[0], "line": line(run)} for run in runs]
     optimizers = group(named, "name")
-    figure, axes = panels(len(optimizers), 5.5)
+    figure, axes = panels(len(optimizers), 4.7)
     for axis, own in zip(axes, optimizers.values(), strict=True):
         for (label,), of_line in group(own, "line").items():
             points = [(spent(r[0]), tune(r)) for r in group(of_line, "arm", "steps").values()]

@@ -196,7 +196,7 @@ MEASURES: dict[str, Callable[[dict], float]] = {
 def draw(data: dict[str, Any]) -> Figure:
     """Above the open loop's errors, below the closed loop's, over the momentum's memory."""
     results = data["results"]
-    figure = Figure(figsize=(4.3 * len(results), 7.6), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(results), 6.6), layout="constrained")
     axes = figure.subplots(2, len(results), squeeze=False, sharex=True)
     curves = [("EMA", 0.0), *((mode, gamma) for mode in MODES for gamma in DRAWN)]
     for column, (name, rows) in enumerate(results.items()):
@@ -215,14 +215,19 @@ def draw(data: dict[str, Any]) -> Figure:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"])
-        panel.tick_params(which="minor", labelleft=False)
+        panel.tick_params(labelsize="small")
         panel.minorticks_off()
     for panel, label in zip(axes[:, 0], MEASURES, strict=True):
         panel.set_ylabel(label)
     for panel in (axes[1, 0], axes[1, 2]) if len(results) > 2 else ():
         panel.set_yticks(TAIL_TICKS, [f"{tick:g}" for tick in TAIL_TICKS])
         panel.set_ylim(7e-4, 1.2e-2)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize="small",
+    )
     return figure
 
 
