@@ -6,9 +6,11 @@ diagnostics at most 5 % of a run, start-up to the first step under 40 s.
 """
 
 import argparse
+import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from examples.nanogpt import data, model, sharding
+from examples.nanogpt import data, hardware, model, sharding
 from examples.nanogpt.config import Config, parse
 from examples.nanogpt.step import make_train_step
 
@@ -88,6 +90,7 @@ def accumulated(graphdef, params, tokens):
 
 
 def prepare(flags: list[str]):
+    hardware.keep_freed_memory()
     config = parse([*flags, "--devices", "1", "--vocab-size", str(data.BYTES)])
     mesh = sharding.make_mesh(sharding.choose_devices(1), 1, config.model.width)
     batches = sharding.Batches(mesh, config.micro_batches(1), config.batch_size)
@@ -124,6 +127,16 @@ def start_up() -> float:
             process.wait()
 
 
+def circumstances() -> dict[str, str]:
+    """When and where something was measured, and by what."""
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "command": " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -157,8 +170,8 @@ def main() -> None:
     (RESULTS / "trainer_step.json").write_text(
         json.dumps(
             {
+                **circumstances(),
                 "versions": versions,
-                "cores": os.cpu_count(),
                 "seconds_of_a_step": seconds,
                 "ratios": ratios,
                 "seconds_to_first_step": first_step,

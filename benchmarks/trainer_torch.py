@@ -8,8 +8,6 @@ global clip 1.0, fused AdamW. It runs as written and through torch.compile; the 
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.trainer_step import stepper, tokens_of
+from benchmarks.trainer_step import circumstances, stepper, tokens_of
 from examples.nanogpt import data, model
 from examples.nanogpt.config import parse
 
@@ -108,8 +106,8 @@ def main() -> None:
     ratio = speed["ours"] / max(speed["torch"], speed["torch.compile"])
     print(f"ours / the faster of PyTorch's: {ratio:.2f}")
     report = {
+        **circumstances(),
         "versions": {"jax": jax.__version__, "torch": torch.__version__},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "seconds_of_a_step": seconds,
         "ratio": ratio,
     }

@@ -199,8 +199,7 @@ def default_config(
         model=model.PRESETS[preset],
         steps=steps,
         batch_size=8 if small else 480,
-        # A demo step of 8 takes 64 MiB of temporaries at once, which a CPU maps anew every time.
-        micro_batch_size=4 if small else 8,
+        micro_batch_size=8,
         learning_rate=rate,
         min_rate=getattr(optimizers.MIN_RATES, preset),
         warmup=steps // (20 if small else 50),

@@ -77,7 +77,9 @@ class Linear(nnx.Linear):
     """Adds its bias in float32, so that the bias's gradient is a sum in float32."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(self.dtype) @ self.kernel[...].astype(self.dtype)
+        # Flat, since XLA copies transposed what a gradient contracts over two axes.
+        y = x.astype(self.dtype).reshape(-1, x.shape[-1]) @ self.kernel[...].astype(self.dtype)
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else (y + self.bias[...]).astype(self.dtype)
 
 
@@ -179,12 +181,13 @@ class GPT(nnx.Module):
 
 def head(x: jax.Array, embedding: jax.Array, config: GPTConfig) -> jax.Array:
     """Logits [..., V] in float32 of x [..., D], by the token embedding [V, D]."""
-    return jnp.einsum(
-        "...d,vd->...v",
-        x.astype(config.dtype),
+    logits = jnp.einsum(
+        "nd,vd->nv",
+        x.astype(config.dtype).reshape(-1, x.shape[-1]),
         embedding.astype(config.dtype),
         preferred_element_type=jnp.float32,
     )
+    return logits.reshape(*x.shape[:-1], -1)
 
 
 def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -221,7 +224,11 @@ def causal_attention(
     dropping = key is not None and config.dropout > 0
     if implementation == "einsum" or dropping:  # JAX's attention has no dropout
         mask = jnp.tril(jnp.ones((T, T), bool))
-        return masked_attention(q, k, v, scale, mask, config.dropout, key)
+        if dropping:
+            return masked_attention(q, k, v, scale, mask, config.dropout, key)
+        half = math.ceil(T / 2)  # the first half of the queries sees as many keys
+        first = masked_attention(*(a[:, :half] for a in (q, k, v)), scale, mask[:half, :half])
+        return jnp.concatenate([first, masked_attention(q[:, half:], k, v, scale, mask[half:])], 1)
     # The scale may differ by layer: it is applied to q, since the kernels want a constant.
     q = (q * scale).astype(v.dtype)
     return jax.nn.dot_product_attention(
@@ -240,8 +247,9 @@ def masked_attention(
 ) -> jax.Array:
     """q [B, T, H, K] over k, v [B, S, H, K] where mask [T, S] allows it -> [B, T, H, K]."""
     q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))  # [B, H, T, K]
-    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32) * scale
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    q = (q * scale).astype(k.dtype)
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores + jnp.where(mask, 0, -jnp.inf))
     y = jnp.einsum("bhts,bhsk->bhtk", dropout(weights, rate, key).astype(v.dtype), v)
     return jnp.swapaxes(y, 1, 2)
 

@@ -376,6 +376,7 @@ def write_summary(config: Config, measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    hardware.keep_freed_memory()
     arguments = sys.argv[1:]
     config = parse(arguments)
     try:
