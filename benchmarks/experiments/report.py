@@ -525,17 +525,19 @@ def save(figure: Figure, file: Any) -> None:
     figure.savefig(file, dpi=110, format="png", metadata=numbers)
 
 
-def cost_of_losses(results: dict[str, Any]) -> list[list[str]]:
+def cost_of_losses(results: dict[str, Any]) -> str | None:
     """FLOPs of a step by the compiler, and those to AdamW's loss, over AdamW's."""
+    if (of_optimizers := read("optimizers")) is None:
+        return None
     rows = [["", "size", "FLOPs of a step", "FLOPs to AdamW's loss"]]
-    for own in first_tasks(read("optimizers")["runs"]):
+    for own in first_tasks(of_optimizers["runs"]):
         arms, flops = tune_arms(own), results["steps"][own[0]["size"]]
         adamw = next(name for name in flops if name.startswith(BASELINE))  # betas cost nothing
         for label in (name for name in flops if name in arms):
             ratio = flops[label] / flops[adamw]
             share = share_of_steps(arms[label], arms[baseline(arms)])
             rows.append([label, own[0]["size"], number(ratio, 2), number(ratio * share, 2)])
-    return rows
+    return table(rows)
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -573,7 +575,7 @@ TABLES = {
     "details": Item("details", _of_runs(lambda runs: of_tasks(runs, comparison))),
     "vision": Item("vision", _of_runs(of_images)),
     "cost": Item("cost", _of_rows(cost.update_table)),
-    "cost_of_losses": Item("cost", _of_rows(cost_of_losses)),
+    "cost_of_losses": Item("cost", cost_of_losses),
     "cost_of_steps": Item("cost", _of_rows(cost.share_table)),
 }
 FIGURES = {
@@ -610,24 +612,26 @@ def fill(page: str, parts: dict[str, str]) -> str:
     """The page with these texts between the marks of their names, such as "table: cost"."""
     for name, text in parts.items():
         mark = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+        between = f"\n{text}\n\n" if text else ""
         if len(mark.findall(page)) != 1:
             raise ValueError(f"the page must have <!-- {name} --> ... <!-- end --> once.")
-        page = mark.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)  # noqa: B023
+        page = mark.sub(lambda found: found[1] + between + found[2], page)  # noqa: B023
     return page
 
 
 def main() -> None:
-    parts = {}
-    for name, item in TABLES.items():
-        if (text := make(item)) is not None:
-            parts[f"table: {name}"] = text
+    parts = {f"table: {name}": make(item) or "" for name, item in TABLES.items()}
     ASSETS.mkdir(exist_ok=True)
     for name, item in FIGURES.items():
-        if (figure := make(item)) is not None:
-            save(figure, ASSETS / f"results-{name}.png")
-            parts[f"figure: {name}"] = f"![{item.alt}](assets/results-{name}.png)"
+        image = ASSETS / f"results-{name}.png"
+        if (figure := make(item)) is None:
+            image.unlink(missing_ok=True)
+            parts[f"figure: {name}"] = ""
+        else:
+            save(figure, image)
+            parts[f"figure: {name}"] = f"![{item.alt}](assets/{image.name})"
     PAGE.write_text(fill(PAGE.read_text(), parts))
-    print("made " + ", ".join(parts))
+    print("made " + ", ".join(name for name, text in parts.items() if text))
 
 
 if __name__ == "__main__":
