@@ -48,3 +48,22 @@ def test_descent_along_exact_with_gamma_1_ends_nearer_to_the_optimum():
         return min(float(f(b1).mean()) for b1 in (0.9, 0.95, 0.98, 0.99))
 
     assert least_tail(1.0, exact=True) < 0.7 * least_tail(0.0, exact=False)
+
+
+def test_the_tables_ratios_are_of_each_estimators_least():
+    def rows(mode, gamma, scale):
+        made = [(0.9, 3, 1, 8), (0.99, 1, 1, 4)]  # least error 2, least tail 4
+        keys = ("b1", "bias2", "variance", "tail")
+        fixed = {"estimator": mode, "gamma": gamma}
+        return [fixed | dict(zip(keys, (b1, *map(scale, rest)), strict=True)) for b1, *rest in made]
+
+    made = rows("EMA", 0.0, lambda x: x)
+    for mode in vr.MODES:
+        for gamma in vr.GAMMAS:
+            made += rows(mode, gamma, lambda x, g=gamma: g * x)
+    for measure in vr.MEASURES:
+        table = vr.least({"results": {"made": made}}, measure)
+        assert table[0][1:] == ["made"]
+        assert table[1] == ["approximate, γ = 0.025", "0.025"]
+        assert table[-1] == ["exact, γ = 1", "1"]
+        assert len(table) == 9
