@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import test_nanogpt_train
 
+from benchmarks import hlo
 from examples.nanogpt import compile, hardware, model
 from examples.nanogpt.config import parse
 
@@ -88,7 +89,7 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 
 
 def test_collectives_count_loops_as_often_as_they_run():
-    assert compile.collectives(MODULE) == {
+    assert hlo.collective_traffic(MODULE) == {
         "all-gather": (13, 12 * 64 * 16 * 4 + 32 * 16 * 4),
         "reduce-scatter": (12, 12 * 8 * 16 * 4),
         "all-reduce": (2, 4 * 4 * 2 + (8 * 16 * 4 + 4 * 4 * 2)),
