@@ -23,9 +23,9 @@ BATCHES = {"v5e:4x4": 64, "v5e:16x16": 512, "v5p:2x2x4": 64, "v6e:4x4": 64}  # o
 PRESETS = ("small", "medium", "large", "xl")
 VARIANTS = ("mars_adamw", "adamw", "mars_m", "mars_adamw-exact", "mars_m-exact")
 FIRST = [
-    ("v5e:16x16", "xl"),
     ("v5e:4x4", "small"),
     ("v5e:4x4", "xl"),
+    ("v5e:16x16", "xl"),
     ("v6e:4x4", "xl"),
     ("v5p:2x2x4", "xl"),
     ("v5e:4x4", "medium"),

@@ -1,6 +1,7 @@
 """What the compiler's answers mean; with libtpu installed, the answers too."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
@@ -131,3 +132,21 @@ def test_the_demo_on_eight_tpus():
     flags += ["--preset", "small", "--batch-size", "512", "--optimizer", "adamw"]
     large = ask("--topology", "v5e:2x4", *flags)
     assert large.returncode == 1 and "refuses this step: RESOURCE_EXHAUSTED" in large.stderr
+
+
+@pytest.mark.slow  # 60 to 70 s of one core
+@pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
+def test_gpt2_small_on_eight_tpus():
+    flags = ["--preset", "small", "--optimizer", "mars_adamw", "--dtype", "bfloat16"]
+    result = ask("--topology", "v5e:2x4", *flags, "--batch-size", "32", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    parameters = 768 * (50304 + 1024 + 12 * 12 * 768 + 12 * 2 + 1)
+    assert report["parameters"] == parameters and report["devices"] == 8
+    # An eighth of parameters, last gradient and Adam's moments, and the batch.
+    assert report["argument_bytes"] == pytest.approx(4 * 4 * parameters / 8, rel=0.01)
+    assert report["peak_bytes"] <= report["device_bytes"] == 16 * 2**30
+    assert report["flops"] >= 0.99 * report["model_flops"]
+    # Weights are gathered, in bfloat16, and gradients reduced.
+    assert report["collectives"]["all-gather"][1] >= 2 * parameters
+    assert report["collectives"]["all-reduce"][1] >= 2 * parameters

@@ -98,7 +98,7 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
     shape = config.model
     if shape.attention == "auto":  # which asks the device at hand
         shape = dataclasses.replace(shape, attention="xla")
-    if config.preset == "demo":  # its corpus decides
+    if config.preset == "demo" and config.init_from is None:  # its corpus decides
         shape = dataclasses.replace(shape, vocab_size=data.BYTES)
     config = dataclasses.replace(config, model=shape)
     graphdef, params = model.define(shape)
