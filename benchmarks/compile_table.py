@@ -96,8 +96,16 @@ def page(report: dict[str, Any]) -> str:
         ]
         lines += [line(name, row, memory) for name, row in rows.items()]
         lines.append("")
-    if missing := [key for key in ALL if key not in results]:
-        lines.append(f"Not compiled yet: {', '.join(missing)}.\n")
+    missing = {}
+    for topology, preset in PAIRS:
+        left = [v for v in VARIANTS if f"{topology} {preset}-{v}" not in results]
+        named = [preset] if left == list(VARIANTS) else [f"{preset}-{v}" for v in left]
+        missing.setdefault(topology, []).extend(named)
+    lines += [
+        f"Not compiled for {topology}: {', '.join(names)}.\n"
+        for topology, names in missing.items()
+        if names
+    ]
     return "\n".join(lines)
 
 

@@ -77,7 +77,7 @@ def steps(flags: list[str], out: Path) -> None:
             shown = "MFU unknown" if mfu is None else f"MFU {mfu:.1%}"
             print(f"{name:24} {speed:11,.0f} tokens/s, {shown}", flush=True)
         except Exception as error:  # too little memory, a kernel that is missing: go on with others
-            row = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            row = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:500]}
             print(f"{name:24} {row['failed']}", flush=True)
         run = None  # its memory is the next arm's
         report["results"][name] = row

@@ -236,7 +236,7 @@ def test_what_contradicts_the_folder_ends_with_one_clear_line(
     for more, message in (
         (["--layers", "2"], "layers is 2, but 3 in the model of --init-from"),
         (["--bias"], "bias is True, but False in the model"),
-        (["--data", str(tmp_path / "bins")], "vocabulary of 50,257, .* has one of 256"),
+        (["--data", str(tmp_path / "bins")], "vocabulary of 50,257 tokens, .* one of 256"),
         (["--init-from", str(tmp_path)], r"--init-from: .* has no config\.json"),
         (["--init-from", str(wrong)], r"model\.safetensors cannot be read"),
     ):

@@ -76,13 +76,7 @@ def train(config: Config) -> float:
     batches = sharding.Batches(mesh, config.micro_batches(mesh.size), config.batch_size)
     check_directory(config)
     corpus = data.load(config.data, config.cache_dir.expanduser(), config.model.vocab_size)
-    if config.init_from is not None and corpus.vocab_size != config.model.vocab_size:
-        raise TrainingError(
-            f"{config.data} is text in a vocabulary of {corpus.vocab_size:,}, but the model of "
-            f"--init-from {config.init_from} has one of {config.model.vocab_size:,}: prepare the "
-            "text with that model's tokenizer (python -m examples.nanogpt.prepare), and pass the "
-            "folder of .bin files to --data."
-        )
+    check_vocabulary(config, corpus)
     shape = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
     config = dataclasses.replace(config, model=shape)
     for split in (corpus.train, corpus.validation):
@@ -361,6 +355,18 @@ def sample_text(
         return "sample (token ids): " + " ".join(map(str, tokens))
     continuation = tokens.astype(np.uint8).tobytes().decode(errors="replace")
     return f"{'-' * 30} sample {'-' * 30}{text}{continuation}\n{'-' * 68}"
+
+
+def check_vocabulary(config: Config, corpus: data.Corpus) -> None:
+    """Raises where a model from elsewhere has other tokens than the corpus."""
+    size = config.model.vocab_size
+    if config.init_from is not None and corpus.vocab_size != size:
+        raise TrainingError(
+            f"{config.data} has a vocabulary of {corpus.vocab_size:,} tokens, but the model of "
+            f"--init-from {config.init_from} one of {size:,}: prepare the text with that model's "
+            "tokenizer (python -m examples.nanogpt.prepare), and pass the folder of .bin files to "
+            "--data."
+        )
 
 
 def check_directory(config: Config) -> None:
