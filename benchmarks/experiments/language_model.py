@@ -1,0 +1,450 @@
+"""Does MARS train a language model better? Six questions, each a command that can be resumed:
+
+    python -m benchmarks.experiments.language_model optimizers   # gamma rates batch exact details
+
+Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
+rate, on the same grid (1e-3 times powers of 2), with one seed, until the best is inside the grid;
+then the best rate is run with further seeds. All arms see the same batches, a global clip of 1.0,
+5 % of warm-up and a cosine to zero.
+
+Each run is written to results/<question>.json at once, and one that is there is not run again.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mars_optax
+from examples.nanogpt import data, model, optimizers
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+SIZES = {
+    "tiny": model.GPTConfig(2, 4, 64, context=64, vocab_size=data.BYTES, bias=False, unroll=True),
+    "demo": dataclasses.replace(model.PRESETS["demo"], vocab_size=data.BYTES),
+}
+EVALUATIONS = 25  # in a run
+WINDOWS = {"during": 128, "final": 512}  # of held-out text that validations average over
+STEPS = 600  # of the tiny size, where a question does not say otherwise
+GAMMA = 0.025
+DECAY = 0.1
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One optimizer; what is None is left at the library's default."""
+
+    optimizer: str
+    start: float  # where the search for the rate begins
+    b1: float | None = None
+    b2: float | None = None
+    gamma: float | None = None
+    gamma_end: float | None = None  # of a linear schedule
+    exact: bool = False
+    parts: int | None = None  # the exact correction on one of so many parts of the batch
+    clip: str | None = "tensor"  # of MARS: "tensor", "global" or None
+    everything: bool = False  # MARS for all parameters, not for matrices alone
+    first_step: bool = True  # whether the first step is corrected, against a gradient of zero
+    plain_v: bool = False  # MARS-AdamW whose second moment is built from g, not from c
+    nesterov: bool = False
+    schedule: str = "cosine"
+
+    @property
+    def gradients(self) -> float:
+        """Gradients of the whole batch that a step takes."""
+        return 1 + self.exact / (self.parts or 1)
+
+
+ADAMW = Arm("adamw", 4e-3, 0.9, 0.95)
+MARS_ADAMW = Arm("mars_adamw", 8e-3, 0.95, 0.99)
+MARS_M = Arm("mars_m", 8e-3)
+ARMS = {
+    "AdamW (.9, .95)": ADAMW,
+    "AdamW (.95, .99)": Arm("adamw", 4e-3, 0.95, 0.99),
+    "NAdamW (.9, .95)": Arm("adamw", 4e-3, 0.9, 0.95, nesterov=True),
+    "NAdamW (.95, .99)": Arm("adamw", 4e-3, 0.95, 0.99, nesterov=True),
+    "Lion": Arm("lion", 1e-3, 0.9, 0.99),
+    "Adan": Arm("adan", 8e-3),
+    "AdEMAMix": Arm("ademamix", 4e-3, 0.9, 0.999),
+    "Muon": Arm("muon", 8e-3, 0.95),
+    "Muon, Nesterov": Arm("muon", 8e-3, 0.95, nesterov=True),
+    "MARS-AdamW": MARS_ADAMW,
+    "MARS-AdamW (.9, .95), γ .1": Arm("mars_adamw", 8e-3, 0.9, 0.95, 0.1),
+    "MARS-AdamW exact": dataclasses.replace(MARS_ADAMW, exact=True),
+    "MARS-AdamW exact, γ 1": dataclasses.replace(MARS_ADAMW, exact=True, gamma=1.0),
+    "MARS-Lion": Arm("mars_lion", 1e-3),
+    "MARS-Shampoo": Arm("mars_shampoo", 1.6e-2),
+    "MARS-M": MARS_M,
+    "MARS-M exact": dataclasses.replace(MARS_M, exact=True),
+    "MARS-M exact, γ 1": dataclasses.replace(MARS_M, exact=True, gamma=1.0),
+    "MARS-SGDM": Arm("mars_sgdm", 0.5),
+}
+
+
+def adam_of_two(b1: float, b2: float, gamma: float) -> optax.GradientTransformation:
+    """MARS-AdamW's momentum over the root of AdamW's second moment: the control of `plain_v`."""
+    vr = mars_optax.mars_vr(gamma, b1)
+
+    def init(params):
+        return (vr.init(params), *(optax.tree.zeros_like(params) for _ in range(2)))
+
+    def update(grads, state, params=None):
+        corrected, vr_state = vr.update(grads, state[0])
+        m = optax.tree.update_moment(corrected, state[1], b1, 1)
+        v = optax.tree.update_moment(grads, state[2], b2, 2)
+        m_hat = optax.tree.bias_correction(m, b1, vr_state.count)
+        v_hat = optax.tree.bias_correction(v, b2, vr_state.count)
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-8), m_hat, v_hat)
+        return direction, (vr_state, m, v)
+
+    return optax.GradientTransformation(init, update)
+
+
+def build(arm: Arm, rate: Any, steps: int) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of an arm at a peak rate, which may be traced."""
+    shape = optimizers.schedule(arm.schedule, 1.0, steps, steps // 20, 0.0)  # type: ignore
+    rates = lambda t: rate * shape(t)  # noqa: E731
+    given = {"b1": arm.b1, "b2": arm.b2, "gamma": _gamma(arm, steps)}
+    given = {name: value for name, value in given.items() if value is not None}
+    decay: dict[str, Any] = {"weight_decay": DECAY, "mask": optimizers.is_matrix}
+    if arm.plain_v:
+        directions = adam_of_two(arm.b1, arm.b2, given.get("gamma", GAMMA))
+        tx = optax.chain(
+            CLIP,
+            optax.partition(
+                {"mars": directions, "adam": optax.scale_by_adam(*optimizers.FALLBACK_BETAS)},
+                lambda p: jax.tree.map(lambda m: "mars" if m else "adam", optimizers.is_matrix(p)),
+            ),
+            optax.add_decayed_weights(DECAY, optimizers.is_matrix),
+            optax.scale_by_learning_rate(rates),
+        )
+        return optax.with_extra_args_support(tx)
+    match arm.optimizer:
+        case "adamw":
+            tx = optax.adamw(rates, nesterov=arm.nesterov, **given, **decay)
+        case "lion":
+            tx = optax.lion(rates, **given, **{**decay, "weight_decay": 10 * DECAY})
+        case "adan":
+            tx = optax.adan(rates, **given, **decay)
+        case "ademamix":
+            alpha = optax.linear_schedule(0.0, 5.0, steps)
+            tx = optax.contrib.ademamix(rates, alpha=alpha, **given, **decay)
+        case "muon":  # scaled as MARS-M is, so that one rate serves matrices and fallback
+            tx = optax.contrib.muon(
+                rates,
+                beta=arm.b1,
+                nesterov=arm.nesterov,
+                weight_decay=DECAY,
+                adam_b1=optimizers.FALLBACK_BETAS[0],
+                adam_b2=optimizers.FALLBACK_BETAS[1],
+                muon_weight_dimension_numbers=optimizers.kernel_dimensions,
+                consistent_rms=0.2,
+            )
+        case _:
+            return _mars(arm, rates, given)
+    return optax.with_extra_args_support(optax.chain(CLIP, tx))
+
+
+def _gamma(arm: Arm, steps: int) -> Any:
+    if arm.gamma_end is not None:
+        return optimizers.gamma_schedule(arm.gamma or 0.0, arm.gamma_end, steps)
+    if not arm.first_step:
+        gamma = GAMMA if arm.gamma is None else arm.gamma
+        return lambda t: jnp.where(t > 0, gamma, 0.0)
+    return arm.gamma
+
+
+def _mars(arm: Arm, rates: optax.Schedule, given: dict) -> optax.GradientTransformationExtraArgs:
+    orthogonal = arm.optimizer in ("mars_m", "mars_shampoo")
+    name = arm.optimizer
+    # Where the direction's size is not Adam's, the fallback keeps a fixed share of the rate.
+    share = {"mars_lion": 4.0, "mars_shampoo": 0.3, "mars_sgdm": 0.01}.get(name, 1.0)
+    numbers = optimizers.kernel_dimensions if orthogonal else optimizers.matrix_dimensions
+    tx = getattr(mars_optax, name)(
+        rates,
+        weight_decay={"mars_lion": 10 * DECAY, "mars_sgdm": 1e-3 * DECAY}.get(name, DECAY),
+        clip_norm=None if arm.clip is None else 1.0,
+        clip_scope=arm.clip or "tensor",
+        weight_decay_mask=optimizers.is_matrix,
+        weight_dimension_numbers=None if arm.everything else numbers,
+        mars_mask=True if arm.everything else None,
+        adam_learning_rate=lambda t: share * rates(t),
+        adam_b1=optimizers.FALLBACK_BETAS[0],
+        adam_b2=optimizers.FALLBACK_BETAS[1],
+        adam_weight_decay=DECAY,
+        **given,
+        **({"exact": True, "preprocess": CLIP} if arm.exact else {}),
+    )
+    return tx if arm.exact else optax.chain(CLIP, tx)
+
+
+class Task(NamedTuple):
+    """What is trained, and how long."""
+
+    size: str = "tiny"
+    steps: int = STEPS
+    batch: int = 8
+
+
+class Program(NamedTuple):
+    """The compiled functions of an arm on a task."""
+
+    init: Callable
+    advance: Callable
+    evaluate: Callable
+
+
+@functools.lru_cache(maxsize=4)
+def program(arm: Arm, task: Task) -> Program:
+    config = SIZES[task.size]
+    graphdef, _ = model.define(config)
+    loss_fn = functools.partial(model.loss, graphdef)
+
+    def init(seed_params, rate):
+        return build(arm, rate, task.steps).init(seed_params)
+
+    def advance(params, state, rate, batches):
+        tx = build(arm, rate, task.steps)
+
+        def step(carry, tokens):
+            params, state = carry
+            if arm.exact:
+                pair = mars_optax.value_and_grads(loss_fn, micro_batches=arm.parts)
+                value, grads = pair(params, tokens, state=state)
+            else:
+                value, grads = jax.value_and_grad(loss_fn)(params, tokens)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        (params, state), losses = jax.lax.scan(step, (params, state), batches)
+        return params, state, losses.mean()
+
+    def evaluate(params, windows):
+        return jax.lax.map(lambda tokens: loss_fn(params, tokens), windows).mean()
+
+    return Program(jax.jit(init), jax.jit(advance, donate_argnums=(0, 1)), jax.jit(evaluate))
+
+
+@functools.cache
+def corpus() -> data.Corpus:
+    return data.load("shakespeare", data.CACHE_DIR.expanduser())
+
+
+@functools.lru_cache(maxsize=8)
+def batches(seed: int, task: Task) -> np.ndarray:
+    context = SIZES[task.size].context
+    rows = [
+        data.batch(corpus().train, seed, step, task.batch, context, data.BYTES)
+        for step in range(task.steps)
+    ]
+    return np.stack(rows).reshape(EVALUATIONS, -1, task.batch, context + 1)
+
+
+@functools.cache
+def windows(size: str, count: int) -> np.ndarray:
+    context = SIZES[size].context
+    return np.stack(list(data.fixed_windows(corpus().validation, count, 16, context, data.BYTES)))
+
+
+def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
+    """One run: its validation losses in nats per byte, None from where they are not finite."""
+    compiled = program(arm, task)
+    config = SIZES[task.size]
+    params = model.init(config, seed)
+    state = compiled.init(params, rate)
+    curve: list[list] = []
+    seconds = 0.0
+    for i, chunk in enumerate(batches(seed, task)):
+        start = time.perf_counter()
+        params, state, loss = jax.block_until_ready(compiled.advance(params, state, rate, chunk))
+        seconds += time.perf_counter() - start if i else 0.0  # the first one compiles
+        last = i == EVALUATIONS - 1
+        held_out = windows(task.size, WINDOWS["final" if last else "during"])
+        value = float(compiled.evaluate(params, held_out))
+        if not (math.isfinite(value) and math.isfinite(float(loss))):
+            break
+        curve.append([(i + 1) * task.steps // EVALUATIONS, round(value, 5)])
+    done = len(curve) == EVALUATIONS
+    return {
+        "rate": rate,
+        "seed": seed,
+        "final_loss": curve[-1][1] if done else None,
+        "seconds_per_step": round(seconds / task.steps, 5) if done else None,
+        "curve": curve,
+    }
+
+
+class Question:
+    """The runs of one question, on disk."""
+
+    def __init__(self, name: str) -> None:
+        self.path = RESULTS / f"{name}.json"
+        self.runs: list[dict[str, Any]] = []
+        if self.path.is_file():
+            self.runs = json.loads(self.path.read_text())["runs"]
+
+    def run(self, label: str, arm: Arm, task: Task, rate: float, seed: int) -> float:
+        """The final loss, infinite where the run diverged."""
+        key = {"arm": label, **task._asdict(), "rate": rate, "seed": seed}
+        for run in self.runs:
+            if all(run[name] == value for name, value in key.items()):
+                break
+        else:
+            result = train(arm, task, rate, seed)
+            run = key | {"gradients": arm.gradients, "optimizer": dataclasses.asdict(arm)} | result
+            self.runs.append(run)
+            self._write()
+            print(f"{self.path.stem}: {key} -> {run['final_loss']}", flush=True)
+        return math.inf if run["final_loss"] is None else run["final_loss"]
+
+    def tune(
+        self, label: str, arm: Arm, task: Task, seeds: int = 3, start: float | None = None
+    ) -> float:
+        """Finds the best rate with seed 0, then runs it with the other seeds."""
+        exponent = round(math.log2((start or arm.start) / 1e-3))
+        losses: dict[int, float] = {}
+
+        def loss(e):
+            if e not in losses:
+                losses[e] = self.run(label, arm, task, 1e-3 * 2.0**e, 0)
+            return losses[e]
+
+        best = min(range(exponent - 1, exponent + 2), key=loss)
+        while best in (min(losses), max(losses)):
+            loss(best - 1), loss(best + 1)
+            best = min(losses, key=lambda e: losses[e])
+            if math.isinf(losses[best]):
+                raise RuntimeError(f"{label} diverges at all rates tried, {sorted(losses)}")
+        rate = 1e-3 * 2.0**best
+        for seed in range(1, seeds):
+            self.run(label, arm, task, rate, seed)
+        return rate
+
+    def _write(self) -> None:
+        RESULTS.mkdir(exist_ok=True)
+        settings = {
+            "corpus": corpus().description,
+            "sizes": {name: dataclasses.asdict(config) for name, config in SIZES.items()},
+            "weight_decay": DECAY,
+            "versions": {"jax": jax.__version__, "optax": optax.__version__},
+        }
+        rows = ",\n  ".join(json.dumps(run) for run in self.runs)
+        text = f'{{"settings": {json.dumps(settings)},\n "runs": [\n  {rows}\n ]}}\n'
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(self.path)
+
+
+def variants(base: Arm, **changes: Any) -> Arm:
+    return dataclasses.replace(base, **changes)
+
+
+BASES = {"MARS-AdamW": MARS_ADAMW, "MARS-M": MARS_M}
+FOREMOST = (  # what the papers' claims are about: at the other length and size too
+    "AdamW (.95, .99)",
+    "NAdamW (.95, .99)",
+    "MARS-AdamW",
+    "Muon",
+    "MARS-M",
+    "MARS-M exact, γ 1",
+)
+
+
+def compare_optimizers(question: Question) -> None:
+    best = {label: question.tune(label, arm, Task()) for label, arm in ARMS.items()}
+    for label in FOREMOST:  # shortened runs, without which a speed-up is only read off a curve
+        for steps in (STEPS // 2, STEPS * 7 // 8):
+            question.tune(label, ARMS[label], Task(steps=steps), start=best[label])
+    for label in FOREMOST:
+        question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
+    for label in FOREMOST:
+        question.tune(label, ARMS[label], Task("demo", STEPS // 2), start=best[label])
+
+
+def compare_gammas(question: Question) -> None:
+    for name, base in BASES.items():
+        question.tune(f"{name}, γ 0", variants(base, gamma=0.0), Task())
+        for exact in (False, True):
+            mode = " exact" if exact else ""
+            for gamma in (0.001, 0.01, 0.025, 0.05, 0.1, 0.2, 1.0):
+                arm = variants(base, gamma=gamma, exact=exact)
+                question.tune(f"{name}{mode}, γ {gamma:g}", arm, Task())
+            arm = variants(base, gamma=0.1, gamma_end=0.0, exact=exact)
+            question.tune(f"{name}{mode}, γ .1 to 0", arm, Task())
+
+
+def compare_rates(question: Question) -> None:
+    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
+    arms = {label: ARMS[label] for label in labels}
+    arms["MARS-AdamW, v from g"] = variants(MARS_ADAMW, plain_v=True)
+    for label, arm in arms.items():
+        for exponent in range(-1, 7):
+            for seed in range(2):
+                question.run(label, arm, Task(), 1e-3 * 2.0**exponent, seed)
+
+
+def compare_batches(question: Question) -> None:
+    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
+    for batch in (4, 16, 64):
+        for label in labels:
+            question.tune(label, ARMS[label], Task(steps=300, batch=batch), seeds=5)
+
+
+def compare_exact(question: Question) -> None:
+    """A part's correction at n = 1, 2, 4, 8; AdamW and approximate MARS at as many gradients."""
+    for name, base in BASES.items():
+        for gamma in (0.025, 0.3, 1.0):
+            for parts in (1, 2, 4, 8):
+                arm = variants(base, exact=True, gamma=gamma, parts=None if parts == 1 else parts)
+                question.tune(f"{name} exact, γ {gamma:g}, 1 of {parts}", arm, Task())
+        for parts in (8, 4, 2, 1):
+            question.tune(name, base, Task(steps=STEPS + STEPS // parts))
+
+
+def compare_details(question: Question) -> None:
+    for name, base in BASES.items():
+        changed = {
+            "": base,
+            ", global clip": variants(base, clip="global"),
+            ", no clip": variants(base, clip=None),
+            ", first step uncorrected": variants(base, first_step=False),
+            ", WSD": variants(base, schedule="wsd"),
+        }
+        for what, arm in changed.items():
+            question.tune(name + what, arm, Task())
+    question.tune("MARS-AdamW, all parameters", variants(MARS_ADAMW, everything=True), Task())
+    adamw = ARMS["AdamW (.95, .99)"]
+    question.tune("AdamW", adamw, Task())
+    question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), Task())
+
+
+QUESTIONS = {
+    "optimizers": compare_optimizers,
+    "gamma": compare_gammas,
+    "rates": compare_rates,
+    "batch": compare_batches,
+    "exact": compare_exact,
+    "details": compare_details,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("questions", nargs="+", choices=QUESTIONS)
+    for name in parser.parse_args().questions:
+        QUESTIONS[name](Question(name))
+
+
+if __name__ == "__main__":
+    main()
