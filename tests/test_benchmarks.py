@@ -22,6 +22,7 @@ def test_the_gpu_script_writes_each_arm_and_goes_on_after_one_that_fails(
         "adamw": gpu.ARMS["adamw"],
     }
     monkeypatch.setattr(gpu, "ARMS", arms)
+    monkeypatch.setattr(gpu, "STEPS", 2)
     monkeypatch.setattr(gpu, "installed", lambda package: package == "jax")
     out = tmp_path / "gpu.json"
     gpu.steps(TINY, out)

@@ -27,7 +27,7 @@ def ask(*flags):
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=500,
+        timeout=900,
         env={**os.environ, "XLA_FLAGS": ""},
     )
 
