@@ -39,10 +39,10 @@ INTRODUCTION = """\
 What the TPU compiler makes of a whole training step (forward and backward pass, clip, optimizer,
 diagnostics) of GPT-2 with 1024 tokens a sequence, bfloat16 matrix products and float32 parameters,
 sharded with `--fsdp 0`. `-exact` takes two gradients a step. Memory and collectives are those of a
-chip; the peak is arguments, temporaries and results that take no argument's place. Operations are
-those of matrix products, on all chips, and count what is computed again. A collective counts as
-often as its loop runs. Compilation took so many seconds of one CPU core, with the program's start.
-No step has been run on a TPU.
+chip; the peak is what is alive at once, of arguments and of temporaries, which may be more than
+fit together. Operations are those of matrix products, on all chips, and count what is computed
+again. A collective counts as often as its loop runs. Compilation took so many seconds of one CPU
+core, with the program's start. No step has been run on a TPU.
 
 Made by `python -m benchmarks.compile_table` with {versions}; raw numbers in
 `benchmarks/results/compile.json`, single steps by
@@ -116,10 +116,11 @@ def line(name: str, row: dict[str, Any], memory: int) -> str:
         f"{kind} {count:,}, {mib(size)}"
         for kind, (count, size) in sorted(row["collectives"].items())
     )
+    peak = row["peak_bytes"]
+    share = f"{mib(peak)} ({peak / memory:.0%})" if peak else ""
     return (
         f"| {name} | {row['parameters'] / 1e6:,.0f} | {mib(row['argument_bytes'])} | "
-        f"{mib(row['temporary_bytes'])} | {mib(row['peak_bytes'])} "
-        f"({row['peak_bytes'] / memory:.0%}) | {row['flops'] / 1e12:,.0f} | {moved} | "
+        f"{mib(row['temporary_bytes'])} | {share} | {row['flops'] / 1e12:,.0f} | {moved} | "
         f"{row['cpu_seconds']:.0f} |"
     )
 
@@ -136,7 +137,8 @@ def main() -> None:
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {"results": {}}
     for key in () if args.table else args.only:
-        if key in found["results"]:
+        row = found["results"].get(key)
+        if row and ("refused" in row or row["peak_bytes"]):
             continue
         row = measure(key)
         found["versions"] = {p: importlib.metadata.version(p) for p in ("jax", "optax", "libtpu")}

@@ -38,8 +38,8 @@ class Report(NamedTuple):
     parameters: int
     devices: int
     argument_bytes: int
-    temporary_bytes: int
-    peak_bytes: int
+    temporary_bytes: int  # all of them, though not all are alive at once
+    peak_bytes: int  # arguments, results and temporaries that are alive at once
     flops: float  # of matrix products, on all devices together
     model_flops: float  # of the model alone
     collectives: dict[str, tuple[int, int]]  # by kind: how many, and their bytes
@@ -118,13 +118,12 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
     compiled = traced.lower().compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         parameters=model.count(params),
         devices=mesh.size,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.argument_size_in_bytes + new + memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
         flops=matrix_flops(traced.jaxpr.jaxpr),
         model_flops=config.batch_size
         * shape.context
