@@ -134,7 +134,6 @@ def test_the_demo_on_eight_tpus():
     assert large.returncode == 1 and "refuses this step: RESOURCE_EXHAUSTED" in large.stderr
 
 
-@pytest.mark.slow  # 60 to 70 s of one core
 @pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
 def test_gpt2_small_on_eight_tpus():
     flags = ["--preset", "small", "--optimizer", "mars_adamw", "--dtype", "bfloat16"]
