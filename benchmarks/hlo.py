@@ -1,19 +1,67 @@
-"""Counts what a compiled program does: HBM traffic, collectives."""
+"""What a compiled program does, read from its text: HBM traffic, collectives."""
 
-import collections
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*?\}|(\w+)\[([\d,]*)\]")
-_MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
-_COLLECTIVE = re.compile(
-    r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter|ragged-all-to-all)"
-    r"(?:-start)?\("
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
 )
+# `%name (...) -> ... {` begins a computation; `%name = type opcode(operands), attributes` is one
+# instruction of it; `dtype[shape]{layout}` an array.
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 
 
 def collectives(text: str) -> dict[str, int]:
-    return dict(collections.Counter(_COLLECTIVE.findall(text)))
+    """By kind, how many a program has, however often each runs."""
+    return dict(Counter(_COLLECTIVE.findall(text)))
+
+
+def collective_traffic(text: str) -> dict[str, tuple[int, int]]:
+    """By kind: how many run on a device, loops counted as often as they run, and their bytes.
+
+    Bytes are those of the operands or of the results, whichever is more. The TPU compiler repeats
+    one that overlaps with other work in several fusions, under one channel: it counts once.
+    """
+    computations, entry = _parse(text)
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    channels: set[str] = set()
+
+    def visit(name: str, times: int) -> None:
+        bytes_of: dict[str, int] = {}
+        for i in computations.get(name, ()):
+            bytes_of[i.name] = sum(size for size, _ in _sizes(i.type))
+            kind = i.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                given = sum(bytes_of.get(operand, 0) for operand in i.operands)
+                # What starts asynchronously has its operands among its results.
+                made = bytes_of[i.name]
+                if i.opcode != kind and kind != "all-reduce":
+                    made -= given
+                channel = re.search(r"channel_id=(\d+)", i.rest)
+                if channel is None or channel[1] not in channels:
+                    counts[kind] += times
+                    sizes[kind] += times * max(given, made)
+                if channel is not None:
+                    channels.add(channel[1])
+            trips = _trips(computations, i) if i.opcode == "while" else 1
+            for called in i.called("calls", "body", "to_apply", "branch_computations"):
+                visit(called, times * trips)
+
+    visit(entry, 1)
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
 
 def hbm_bytes(text: str) -> int:
@@ -27,53 +75,64 @@ def hbm_bytes(text: str) -> int:
     return _traffic(computations, entry)
 
 
-def _traffic(computations: dict, name: str) -> int:
+def _traffic(computations: "Computations", name: str) -> int:
     instructions = computations[name]
     types = {i.name: i.type for i in instructions}
     total = 0
     for i in instructions:
         if i.opcode in _MOVES_NOTHING or i.opcode.endswith("-done"):
             continue
-        if i.opcode == "custom-call" and 'custom_call_target="ConcatBitcast"' in i.line:
+        if i.opcode == "custom-call" and 'custom_call_target="ConcatBitcast"' in i.rest:
             continue
         if i.opcode == "while":
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.line)
-            body = re.search(r"body=%([\w.\-]+)", i.line).group(1)
-            total += (int(trips.group(1)) if trips else 1) * _traffic(computations, body)
+            (body,) = i.called("body")
+            total += _trips(computations, i) * _traffic(computations, body)
         elif i.opcode == "copy-start":
             total += _hbm(i.type)
         elif i.opcode == "slice-start":  # ((source), slice, flag)
             total += _sizes(i.type)[1][0]
         else:
             total += _hbm(i.type)
-            called = re.search(r"calls=%([\w.\-]+)", i.line) if i.opcode == "fusion" else None
+            fused = list(i.called("calls")) if i.opcode == "fusion" else []
             for index, operand in enumerate(i.operands):
                 full = _hbm(types.get(operand, ""))
-                if full and called:
-                    full = min(full, _read_of_parameter(computations[called.group(1)], index))
+                if full and fused:
+                    full = min(full, _read_of_parameter(computations[fused[0]], index))
                 total += full
     return total
 
 
-def _read_of_parameter(fused: list, index: int) -> float:
+def _read_of_parameter(fused: "list[_Instruction]", index: int) -> float:
     """Bytes of a fusion's operand that it reads: those of its slices, where it only slices it."""
-    name = next(
-        i.name for i in fused if i.opcode == "parameter" and f"parameter({index})" in i.line
-    )
+    name = next(i.name for i in fused if i.opcode == "parameter" and i.rest.startswith(f"{index})"))
     users = [i for i in fused if name in i.operands]
     if users and all(i.opcode in ("slice", "dynamic-slice") for i in users):
         return sum(size for i in users for size, _ in _sizes(i.type))
     return math.inf
 
 
+def _trips(computations: "Computations", loop: "_Instruction") -> int:
+    """How often a loop runs, where XLA says so or its condition is "counter < constant"."""
+    if (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)) is not None:
+        return int(known[1])
+    (condition,) = loop.called("condition")
+    constants = {}
+    for i in computations[condition]:
+        if i.opcode == "constant" and i.type.startswith("s32[]"):
+            constants[i.name] = int(i.rest.split(")")[0])
+        if i.opcode == "compare" and "direction=LT" in i.rest:
+            return constants.get(i.operands[1], 1)
+    return 1
+
+
 def _sizes(type_text: str) -> list[tuple[int, bool]]:
     """Bytes of each array of a type, and whether it lies in HBM."""
     sizes = []
-    for match in _ARRAY.finditer(type_text):
-        dtype, shape = match.group(1) or match.group(3), match.group(2) or match.group(4)
-        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
+    for dtype, shape, layout in _ARRAY.findall(type_text):
+        digits = re.search(r"\d+", dtype)  # a token has none, and no bits
+        bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
         count = math.prod(int(d) for d in shape.split(",")) if shape else 1
-        sizes.append((count * bits // 8, "S(" not in match.group()))
+        sizes.append((count * bits // 8, "S(" not in layout))
     return sizes
 
 
@@ -82,36 +141,40 @@ def _hbm(type_text: str) -> int:
 
 
 class _Instruction:
-    def __init__(self, line: str):
-        self.line = line
-        name, rest = line.split(" = ", 1)
-        self.name = name.removeprefix("ROOT ").lstrip("%")
-        self.type, rest = _first_word(rest)
-        self.opcode, rest = rest.split("(", 1)
-        self.operands = re.findall(r"%([\w.\-]+)", _first_word("(" + rest)[0])
+    def __init__(self, name: str, type_text: str, opcode: str, rest: str) -> None:
+        self.name, self.type, self.opcode = name, type_text, opcode
+        self.rest = rest  # behind "opcode("
+        self.operands = re.findall(r"%([\w.\-]+)", _up_to_closing(rest))
+
+    def called(self, *attributes: str) -> Iterator[str]:
+        """The computations that these attributes name."""
+        names = rf"(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)"
+        for value in re.findall(names, self.rest):
+            yield from re.findall(r"[\w.\-]+", value)
 
 
-def _first_word(text: str) -> tuple[str, str]:
-    """Up to the first blank outside parentheses and braces."""
+Computations = dict[str, list[_Instruction]]
+
+
+def _up_to_closing(text: str) -> str:
+    """Up to the parenthesis that closes one before `text`."""
     depth = 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
-        if (char == " " or char == ",") and depth == 0:
-            return text[:i], text[i + 1 :]
-    return text, ""
+        if depth < 0:
+            return text[:i]
+    return text
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def _parse(text: str) -> tuple[Computations, str]:
+    """The instructions of every computation, and which of these runs."""
+    computations: Computations = {}
     entry = current = ""
     for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
-        if header:
-            current = header.group(2)
+        if (header := _COMPUTATION.match(line)) is not None:
+            current = header[2]
             computations[current] = []
-            entry = current if header.group(1) else entry
-        elif " = " in line and current and line.startswith("  "):
-            computations[current].append(_Instruction(line.strip()))
-        elif line.startswith("}"):
-            current = ""
+            entry = current if header[1] else entry
+        elif current and (found := _INSTRUCTION.match(line)) is not None:
+            computations[current].append(_Instruction(*found.groups()))
     return computations, entry

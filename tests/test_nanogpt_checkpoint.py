@@ -138,6 +138,21 @@ def test_sigterm_saves_and_exits_with_0(text, tmp_path):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(done)]
 
 
+def test_the_handler_of_sigterm_is_restored():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("ours"))
+    try:
+        with pytest.raises(Stop), train.catching_sigterm() as stop_is_asked:
+            assert not stop_is_asked(1)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop_is_asked(2) and not heard
+            raise Stop  # whatever ends the run
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == ["ours"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def wait_for(condition, process, seconds=180.0):
     end = time.monotonic() + seconds
     while not condition():

@@ -1,6 +1,7 @@
 """What the compiler's answers mean; with libtpu installed, the answers too."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import test_nanogpt_train
 
+from benchmarks import hlo
 from examples.nanogpt import compile, hardware, model
 from examples.nanogpt.config import parse
 
@@ -25,7 +27,7 @@ def ask(*flags):
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=500,
+        timeout=900,
         env={**os.environ, "XLA_FLAGS": ""},
     )
 
@@ -88,7 +90,7 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 
 
 def test_collectives_count_loops_as_often_as_they_run():
-    assert compile.collectives(MODULE) == {
+    assert hlo.collective_traffic(MODULE) == {
         "all-gather": (13, 12 * 64 * 16 * 4 + 32 * 16 * 4),
         "reduce-scatter": (12, 12 * 8 * 16 * 4),
         "all-reduce": (2, 4 * 4 * 2 + (8 * 16 * 4 + 4 * 4 * 2)),
@@ -130,3 +132,20 @@ def test_the_demo_on_eight_tpus():
     flags += ["--preset", "small", "--batch-size", "512", "--optimizer", "adamw"]
     large = ask("--topology", "v5e:2x4", *flags)
     assert large.returncode == 1 and "refuses this step: RESOURCE_EXHAUSTED" in large.stderr
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
+def test_gpt2_small_on_eight_tpus():
+    flags = ["--preset", "small", "--optimizer", "mars_adamw", "--dtype", "bfloat16"]
+    result = ask("--topology", "v5e:2x4", *flags, "--batch-size", "32", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    parameters = 768 * (50304 + 1024 + 12 * 12 * 768 + 12 * 2 + 1)
+    assert report["parameters"] == parameters and report["devices"] == 8
+    # An eighth of parameters, last gradient and Adam's moments, and the batch.
+    assert report["argument_bytes"] == pytest.approx(4 * 4 * parameters / 8, rel=0.01)
+    assert report["peak_bytes"] <= report["device_bytes"] == 16 * 2**30
+    assert report["flops"] >= 0.99 * report["model_flops"]
+    # Weights are gathered, in bfloat16, and gradients reduced.
+    assert report["collectives"]["all-gather"][1] >= 2 * parameters
+    assert report["collectives"]["all-reduce"][1] >= 2 * parameters

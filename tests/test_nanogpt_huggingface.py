@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import sys
 
 import jax
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_nanogpt_model
+import test_nanogpt_train
 from test_nanogpt_model import TINY, logits, random_params
 
-from examples.nanogpt import huggingface, model
+from examples.nanogpt import data, huggingface, model, plot, train
 from examples.nanogpt.checkpoint import Checkpoints
 
-quick_compilation = test_nanogpt_model.quick_compilation
+quick_compilation, text = test_nanogpt_model.quick_compilation, test_nanogpt_train.text
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12))
 
 
@@ -170,6 +172,82 @@ def test_the_newest_checkpoint_of_a_run_is_exported(tmp_path, monkeypatch, capsy
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds no finished checkpoint"):
         huggingface.load(tmp_path / "empty")
+
+
+@pytest.fixture
+def byte_model(tmp_path):
+    """A Hugging Face folder with a model of bytes, and that model."""
+    pytest.importorskip("safetensors")
+    config = dataclasses.replace(TINY, vocab_size=256, bias=False, scale_by_layer=True)
+    params = model.init(config, seed=7)
+    huggingface.write(tmp_path / "folder", config, params)
+    return tmp_path / "folder", config, params
+
+
+def command_line(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["train", "--devices", "1", "--sample-tokens", "0", *flags])
+    train.main()
+
+
+def losses_of(run):
+    return [row["train_loss"] for row in plot.read_metrics(run / "metrics.jsonl") if len(row) > 3]
+
+
+def test_a_run_starts_from_a_folder(byte_model, text, tmp_path, monkeypatch, capsys):
+    folder, config, params = byte_model
+    run, split = tmp_path / "run", data.text_file(text).train
+    flags = ["--data", str(text), "--init-from", str(folder), "--eval-every", "4"]
+    flags += ["--log-every", "1", "--checkpoint-every", "2", "--keep-checkpoints", "9"]
+    flags += ["--optimizer", "mars_adamw", "--steps", "4", "--unroll"]
+    command_line(monkeypatch, *flags, "--out-dir", str(run))
+    assert f"starting from the model in {folder}" in capsys.readouterr().out
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["init_from"] == str(folder)
+    shape = dataclasses.replace(config, unroll=True)
+    assert model.GPTConfig(**summary["model"]) == shape
+    # The first loss is that of the folder's model, which no seed of ours has.
+    tokens = data.batch(split, 0, 0, 8, shape.context, 256)
+    graphdef, _ = model.define(shape)
+    first = jax.jit(model.loss, static_argnums=0)(graphdef, params, tokens)
+    expected = losses_of(run)
+    assert expected[0] == pytest.approx(float(first), abs=1e-5)
+    # Resumed, it goes on from its own checkpoint, not from the folder.
+    (run / "summary.json").unlink()
+    (run / "checkpoints" / "4").rename(tmp_path / "gone")
+    command_line(monkeypatch, *flags, "--out-dir", str(run), "--resume")
+    assert losses_of(run) == expected
+    (run / "summary.json").unlink()
+    with pytest.raises(SystemExit, match="made with init_from = "):
+        other = shutil.copytree(folder, tmp_path / "other")
+        again = [str(other) if flag == str(folder) else flag for flag in flags]
+        command_line(monkeypatch, *again, "--out-dir", str(run), "--resume")
+
+
+def test_what_contradicts_the_folder_ends_with_one_clear_line(
+    byte_model, text, tmp_path, monkeypatch
+):
+    folder, _, _ = byte_model
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    flags = ["--data", str(text), "--out-dir", str(tmp_path / "run"), "--steps", "2"]
+    (tmp_path / "bins").mkdir()
+    for name in ("train", "val"):
+        np.arange(2000, dtype=np.uint16).tofile(tmp_path / "bins" / f"{name}.bin")
+    (tmp_path / "bins" / "meta.json").write_text('{"tokenizer": "gpt2"}')
+    for more, message in (
+        (["--layers", "2"], "layers is 2, but 3 in the model of --init-from"),
+        (["--bias"], "bias is True, but False in the model"),
+        (["--data", str(tmp_path / "bins")], "vocabulary of 50,257 tokens, .* one of 256"),
+        (["--init-from", str(tmp_path)], r"--init-from: .* has no config\.json"),
+        (["--init-from", str(wrong)], r"model\.safetensors cannot be read"),
+    ):
+        (wrong / "model.safetensors").write_bytes(b"12345678cut off")
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            command_line(monkeypatch, "--init-from", str(folder), *flags, *more)
+    assert not (tmp_path / "run").exists()
+    values = json.loads((wrong / "config.json").read_text())
+    del values["n_head"]
+    with pytest.raises(ValueError, match=r"lacks n_head"):
+        huggingface.from_config(values)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -368,6 +368,7 @@ FOREMOST = (  # what the papers' claims are about: at the other length and size 
     "MARS-M",
     "MARS-M exact, γ 1",
 )
+AT_DEMO = ("AdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
 
 
 def compare_optimizers(question: Question) -> None:
@@ -377,20 +378,23 @@ def compare_optimizers(question: Question) -> None:
             question.tune(label, ARMS[label], Task(steps=steps), start=best[label])
     for label in FOREMOST:
         question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
-    for label in FOREMOST:
+    for label in AT_DEMO:
         question.tune(label, ARMS[label], Task("demo", STEPS // 2), start=best[label])
 
 
 def compare_gammas(question: Question) -> None:
     for name, base in BASES.items():
         question.tune(f"{name}, γ 0", variants(base, gamma=0.0), Task())
-        for exact in (False, True):
-            mode = " exact" if exact else ""
-            for gamma in (0.001, 0.01, 0.025, 0.05, 0.1, 0.2, 1.0):
-                arm = variants(base, gamma=gamma, exact=exact)
-                question.tune(f"{name}{mode}, γ {gamma:g}", arm, Task())
-            arm = variants(base, gamma=0.1, gamma_end=0.0, exact=exact)
-            question.tune(f"{name}{mode}, γ .1 to 0", arm, Task())
+        for gamma in (0.001, 0.01, 0.025, 0.05, 0.1, 0.2, 1.0):
+            question.tune(f"{name}, γ {gamma:g}", variants(base, gamma=gamma), Task())
+        falling = variants(base, gamma=0.1, gamma_end=0.0)
+        question.tune(f"{name}, γ .1 to 0", falling, Task())
+        for gamma in (0.025, 1.0):
+            arm = variants(base, gamma=gamma, exact=True)
+            question.tune(f"{name} exact, γ {gamma:g}", arm, Task())
+
+
+BRIEF = Task(steps=STEPS // 2)
 
 
 def compare_rates(question: Question) -> None:
@@ -400,25 +404,26 @@ def compare_rates(question: Question) -> None:
     for label, arm in arms.items():
         for exponent in range(-1, 7):
             for seed in range(2):
-                question.run(label, arm, Task(), 1e-3 * 2.0**exponent, seed)
+                question.run(label, arm, BRIEF, 1e-3 * 2.0**exponent, seed)
 
 
 def compare_batches(question: Question) -> None:
-    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
+    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "MARS-M", "Muon")
     for batch in (4, 16, 64):
         for label in labels:
-            question.tune(label, ARMS[label], Task(steps=300, batch=batch), seeds=5)
+            question.tune(label, ARMS[label], BRIEF._replace(batch=batch), seeds=5)
 
 
 def compare_exact(question: Question) -> None:
-    """A part's correction at n = 1, 2, 4, 8; AdamW and approximate MARS at as many gradients."""
+    """The correction on 1 of n parts; approximate MARS at as many gradients, over more steps."""
     for name, base in BASES.items():
-        for gamma in (0.025, 0.3, 1.0):
-            for parts in (1, 2, 4, 8):
+        for parts in (4, 1):
+            longer = BRIEF._replace(steps=BRIEF.steps + BRIEF.steps // parts)
+            question.tune(name, base, longer)
+            for gamma in (0.025, 1.0):
                 arm = variants(base, exact=True, gamma=gamma, parts=None if parts == 1 else parts)
-                question.tune(f"{name} exact, γ {gamma:g}, 1 of {parts}", arm, Task())
-        for parts in (8, 4, 2, 1):
-            question.tune(name, base, Task(steps=STEPS + STEPS // parts))
+                question.tune(f"{name} exact, γ {gamma:g}, 1 of {parts}", arm, BRIEF)
+        question.tune(name, base, BRIEF)
 
 
 def compare_details(question: Question) -> None:
@@ -431,11 +436,11 @@ def compare_details(question: Question) -> None:
             ", WSD": variants(base, schedule="wsd"),
         }
         for what, arm in changed.items():
-            question.tune(name + what, arm, Task())
-    question.tune("MARS-AdamW, all parameters", variants(MARS_ADAMW, everything=True), Task())
+            question.tune(name + what, arm, BRIEF)
+    question.tune("MARS-AdamW, all parameters", variants(MARS_ADAMW, everything=True), BRIEF)
     adamw = ARMS["AdamW (.95, .99)"]
-    question.tune("AdamW", adamw, Task())
-    question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), Task())
+    question.tune("AdamW", adamw, BRIEF)
+    question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), BRIEF)
 
 
 QUESTIONS = {

@@ -10,10 +10,8 @@ import importlib.util
 import json
 import math
 import os
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,20 +24,12 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from benchmarks import hlo
 from examples.nanogpt import data, hardware, model, sharding
 from examples.nanogpt.config import Config, parse
 from examples.nanogpt.step import make_train_step
 
 PROGRAM = "python -m examples.nanogpt.compile"
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
 
 
 class Report(NamedTuple):
@@ -48,8 +38,8 @@ class Report(NamedTuple):
     parameters: int
     devices: int
     argument_bytes: int
-    temporary_bytes: int
-    peak_bytes: int
+    temporary_bytes: int  # all of them, though not all are alive at once
+    peak_bytes: int  # arguments, results and temporaries that are alive at once
     flops: float  # of matrix products, on all devices together
     model_flops: float  # of the model alone
     collectives: dict[str, tuple[int, int]]  # by kind: how many, and their bytes
@@ -76,7 +66,10 @@ def main() -> None:
             "topology."
         )
     if own.json:
-        print(json.dumps({"topology": own.topology, "name": config.name, **report._asdict()}))
+        chip = hardware.chip(devices[0])
+        about = {"topology": own.topology, "device": devices[0].device_kind, "name": config.name}
+        about["device_bytes"] = chip.memory if chip else None
+        print(json.dumps({**about, **report._asdict()}))
     else:
         print(describe(config, own.topology, devices[0], report))
 
@@ -105,7 +98,7 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
     shape = config.model
     if shape.attention == "auto":  # which asks the device at hand
         shape = dataclasses.replace(shape, attention="xla")
-    if config.preset == "demo":  # its corpus decides
+    if config.preset == "demo" and config.init_from is None:  # its corpus decides
         shape = dataclasses.replace(shape, vocab_size=data.BYTES)
     config = dataclasses.replace(config, model=shape)
     graphdef, params = model.define(shape)
@@ -125,18 +118,17 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
     compiled = traced.lower().compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         parameters=model.count(params),
         devices=mesh.size,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.argument_size_in_bytes + new + memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
         flops=matrix_flops(traced.jaxpr.jaxpr),
         model_flops=config.batch_size
         * shape.context
         * hardware.flops_per_token(shape, config.exact),
-        collectives=collectives(compiled.as_text()),
+        collectives=hlo.collective_traffic(compiled.as_text()),
         compile_seconds=seconds,
     )
 
@@ -196,89 +188,6 @@ def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
             item = getattr(item, "jaxpr", item)
             if hasattr(item, "eqns"):
                 yield item
-
-
-# Of a compiled module's text: `%name (...) -> ... {`, and `%name = type opcode(operands), ...`.
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_CALLS = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_CONDITION = re.compile(r"condition=%?([\w.-]+)")
-_CONSTANT = re.compile(r"%?([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
-_LESS = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
-_BITS = re.compile(r"[a-z]+(\d+)")
-
-
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """By kind: how many run on a device, loops counted as often as they run, and their bytes.
-
-    Bytes are those of the operands or of the results, whichever is more. The TPU compiler repeats
-    one that overlaps with other work in several fusions, under one channel: it counts once.
-    """
-    bodies: dict[str, list[str]] = {}
-    entry, body = "", []
-    for line in text.splitlines():
-        if (start := _COMPUTATION.match(line)) is not None:
-            body = bodies.setdefault(start[2], [])
-            entry = start[2] if start[1] else entry
-        else:
-            body.append(line)
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    channels: set[str] = set()
-
-    def visit(name: str, times: int) -> None:
-        bytes_of: dict[str, int] = {}
-        for line in bodies.get(name, ()):
-            if (found := _INSTRUCTION.match(line)) is None:
-                continue
-            result, types, opcode, rest = found.groups()
-            bytes_of[result] = _bytes(types)
-            kind = opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
-                given = sum(bytes_of.get(operand, 0) for operand in operands)
-                # What starts asynchronously has its operands among its results.
-                made = bytes_of[result]
-                if opcode != kind and kind != "all-reduce":
-                    made -= given
-                channel = _CHANNEL.search(rest)
-                if channel is None or channel[1] not in channels:
-                    counts[kind] += times
-                    sizes[kind] += times * max(given, made)
-                if channel is not None:
-                    channels.add(channel[1])
-            trips = _trips(bodies[_CONDITION.search(rest)[1]]) if opcode == "while" else 1
-            for called in _called(rest):
-                visit(called, times * trips)
-
-    visit(entry, 1)
-    return {kind: (counts[kind], sizes[kind]) for kind in counts}
-
-
-def _trips(condition: list[str]) -> int:
-    """How often a loop runs whose condition is "counter < constant", as that of a scan is."""
-    text = "\n".join(condition)
-    constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
-    less = _LESS.search(text)
-    return constants.get(less[2], 1) if less else 1
-
-
-def _called(rest: str) -> Iterator[str]:
-    yield from _CALLS.findall(rest)
-    for branches in _BRANCHES.findall(rest):
-        yield from re.findall(r"[\w.-]+", branches)
-
-
-def _bytes(types: str) -> int:
-    """Of all arrays of a type such as `(f32[8,128]{1,0:T(8,128)}, u32[])`."""
-    total = 0
-    for dtype, shape in _ARRAY.findall(types):
-        bits = 8 if dtype == "pred" else int(_BITS.match(dtype)[1]) if _BITS.match(dtype) else 0
-        total += bits * math.prod(map(int, shape.split(","))) if shape else bits
-    return total // 8
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +12,12 @@ import optax
 import tyro
 
 from examples.nanogpt import data as data_files
-from examples.nanogpt import model, optimizers, sample
+from examples.nanogpt import huggingface, model, optimizers, sample
 
 PROGRAM = "python -m examples.nanogpt.train"
 GAMMA = 0.025
+# What a network's parameters depend on.
+_SHAPE = ("layers", "heads", "width", "context", "vocab_size", "bias", "scale_by_layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Config:
     """Train these instead of --optimizer, each in turn on the same data, and draw them in one
     figure: names separated by commas, such as adamw,mars_adamw,mars_m,mars_m-exact."""
 
+    init_from: Path | None = None
+    """Start from this Hugging Face GPT-2 folder's model, whose shape it takes; --preset and the
+    optimizer still decide how it is trained."""
     data: str = "shakespeare"
     """"shakespeare", a text file, a folder of text, or a folder of train*.bin and val*.bin."""
     order: data_files.Order = "random"
@@ -174,6 +180,15 @@ class Config:
                 f"--min-rate {self.min_rate:g} is not between 0 and --learning-rate "
                 f"{self.learning_rate:g}: lower it."
             )
+        if self.init_from is not None:
+            theirs = huggingface.read_config(self.init_from)
+            for name in _SHAPE:
+                mine, given = getattr(self.model, name), getattr(theirs, name)
+                if mine != given:
+                    raise ValueError(
+                        f"{name} is {mine}, but {given} in the model of --init-from "
+                        f"{self.init_from}: leave its flag out."
+                    )
         hosts = (self.coordinator, self.num_processes, self.process_id)
         if any(h is not None for h in hosts) and None in hosts:
             raise ValueError(
@@ -212,19 +227,29 @@ def default_config(
 
 
 def parse(arguments: Sequence[str], program: str = PROGRAM, **defaults: Any) -> Config:
-    """The configuration of a command line; the other defaults depend on three of its flags."""
+    """The configuration of a command line; the other defaults depend on four of its flags."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="demo")
     first.add_argument("--optimizer", default="mars_m")
     first.add_argument("--steps", default="")
+    first.add_argument("--init-from", type=Path)
     chosen, _ = first.parse_known_args(arguments)
     steps = int(chosen.steps) if chosen.steps.isdecimal() else None
     known = chosen.preset in model.PRESETS and chosen.optimizer in optimizers.NAMES
     names = (chosen.preset, chosen.optimizer) if known else ()
-    default = default_config(*names, steps=steps)
+    default = dataclasses.replace(default_config(*names, steps=steps), **defaults)
+    if chosen.init_from is not None:
+        try:
+            theirs = huggingface.read_config(chosen.init_from)
+            shape = {name: getattr(theirs, name) for name in _SHAPE}
+            default = dataclasses.replace(
+                default, model=dataclasses.replace(default.model, **shape)
+            )
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: --init-from: {error}")
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[Config],
-        default=dataclasses.replace(default, **defaults),
+        default=default,
         args=arguments,
         prog=program,
     )

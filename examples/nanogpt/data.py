@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Order = Literal["random", "epoch"]
+Rows = slice | np.ndarray  # of a batch: those that this process reads
 
 
 class Wheel(NamedTuple):
@@ -104,13 +105,13 @@ def batch(
     vocab: int,
     *,
     order: Order = "random",
-    rows: slice = slice(None),
+    rows: Rows = slice(None),
 ) -> np.ndarray:
     """Windows [size, context + 1] for a step: a pure function of the arguments.
 
     "random" windows start anywhere. Those of an "epoch" lie end to end, so that every token is
     predicted once before any is again (but for what is left at the end of a file), in an order
-    drawn anew for each. Of `rows`, a process's share, only those are read.
+    drawn anew for each. Only `rows` are read and returned.
     """
     if order == "random":
         draw = np.random.default_rng((seed, step))
@@ -131,14 +132,14 @@ def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def fixed_windows(
-    split: Split, windows: int, size: int, context: int, vocab: int
+    split: Split, windows: int, size: int, context: int, vocab: int, rows: Rows = slice(None)
 ) -> Iterator[np.ndarray]:
     """Batches of `windows` evenly spaced windows, the same at every call, for validation."""
     count = split.window_count(context + 1)
     windows = max(size, min(windows, count // (context + 1)) // size * size)
     numbers = np.linspace(0, count - 1, windows).astype(np.int64)
     for i in range(0, windows, size):
-        yield _checked(split, numbers[i : i + size], context, vocab)
+        yield _checked(split, numbers[i : i + size][rows], context, vocab)
 
 
 def check_size(split: Split, size: int, context: int) -> None:
@@ -288,7 +289,7 @@ def text_file(path: Path) -> Corpus:
 def binary_folder(folder: Path, vocab_size: int) -> Corpus:
     """train*.bin and val*.bin, or shards with `train` and `val` in their names, memory-mapped.
 
-    Where prepare.py made them of bytes, it says so beside them, and the vocabulary is that.
+    Where prepare.py made them, it says beside them of which tokens, and the vocabulary is theirs.
     """
     splits = []
     for name, key in (("training", "train"), ("validation", "val")):
@@ -300,9 +301,9 @@ def binary_folder(folder: Path, vocab_size: int) -> Corpus:
             )
         splits.append(Split(name, [open_bin(path) for path in paths], [str(p) for p in paths]))
     meta = folder / META
-    is_text = meta.is_file() and json.loads(meta.read_text())["tokenizer"] == "bytes"
-    size = BYTES if is_text else vocab_size
-    return Corpus(str(folder), splits[0], splits[1], size, is_text)
+    tokenizer = json.loads(meta.read_text())["tokenizer"] if meta.is_file() else None
+    size = {"bytes": BYTES, "gpt2": GPT2_VOCAB}.get(tokenizer, vocab_size)
+    return Corpus(str(folder), splits[0], splits[1], size, is_text=tokenizer == "bytes")
 
 
 def open_bin(path: Path) -> np.ndarray:

@@ -80,13 +80,25 @@ def read_run(directory: Path) -> tuple[model.GPTConfig, model.Params]:
 
 def read(folder: Path) -> tuple[model.GPTConfig, model.Params]:
     """The model of a folder with config.json and model.safetensors."""
-    config = from_config(json.loads((folder / CONFIG).read_text()), str(folder / CONFIG))
+    config = read_config(folder)
     path = folder / WEIGHTS
     if not path.is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}: other formats and split files are not read.")
-    with _safetensors().safe_open(path, framework="numpy") as file:
-        weights = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            weights = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}): copy or download it again.") from error
     return config, from_weights(weights, config, str(path))
+
+
+def read_config(folder: Path) -> model.GPTConfig:
+    """The model's configuration alone."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CONFIG}: pass the folder of a Hugging Face GPT-2.")
+    return from_config(json.loads(path.read_text()), str(path))
 
 
 def write(folder: Path, config: model.GPTConfig, params: model.Params) -> None:
@@ -122,6 +134,9 @@ def to_config(config: model.GPTConfig) -> dict[str, Any]:
 
 def from_config(values: dict[str, Any], name: str = CONFIG) -> model.GPTConfig:
     """Our configuration of a GPT-2's config.json; defaults are transformers'."""
+    for key in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
+        if key not in values:
+            raise ValueError(f"{name} lacks {key}: it does not describe a GPT-2.")
     width = values["n_embd"]
     for key, expected in {**FIXED, "n_inner": 4 * width}.items():
         found = values.get(key, expected)

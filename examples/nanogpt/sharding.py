@@ -3,7 +3,6 @@
 Two axes: over "data" only the batch is split; over "fsdp" parameters and optimizer state too.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.nanogpt.config import Config
-from examples.nanogpt.data import Split
 
 AXES = ("data", "fsdp")
 
@@ -92,24 +90,6 @@ def of_batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, AXES))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A split of which only some rows of every batch are read: those of this process's devices."""
-
-    split: Split
-    rows: np.ndarray
-
-    @property
-    def files(self) -> Sequence[str]:
-        return self.split.files
-
-    def window_count(self, *arguments: int, **options: int) -> int:
-        return self.split.window_count(*arguments, **options)
-
-    def windows(self, numbers: np.ndarray, *rest: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.split.windows(numbers[self.rows], *rest)
-
-
 class Batches:
     """Places a batch of `size` sequences on the mesh, in micro-batches [count, sequences, T + 1].
 
@@ -123,10 +103,6 @@ class Batches:
         for share in shares:
             mine[share[:2]] = True
         self.rows = np.flatnonzero(mine)
-
-    def of(self, split: Split) -> Split:
-        """The split, as this process reads it."""
-        return split if self.rows.size == np.prod(self.shape) else Rows(split, self.rows)
 
     def abstract(self, context: int) -> jax.ShapeDtypeStruct:
         """The shape of a batch on the mesh."""

@@ -1,5 +1,6 @@
 """Trains a GPT-2: `python -m examples.nanogpt.train --help`."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -8,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,17 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from examples.nanogpt import compare, data, hardware, model, optimizers, plot, sample, sharding
+from examples.nanogpt import (
+    compare,
+    data,
+    hardware,
+    huggingface,
+    model,
+    optimizers,
+    plot,
+    sample,
+    sharding,
+)
 from examples.nanogpt.checkpoint import CheckpointError, Checkpoints
 from examples.nanogpt.config import Config, parse
 from examples.nanogpt.metrics import Metrics, mean_of_taken
@@ -44,6 +55,7 @@ class Run:
     batches: sharding.Batches
     metrics: Metrics
     checkpoints: Checkpoints
+    stop_is_asked: Callable[[int], bool]  # whether to end after this step
 
     @property
     def image(self) -> Path:
@@ -64,16 +76,23 @@ def train(config: Config) -> float:
     batches = sharding.Batches(mesh, config.micro_batches(mesh.size), config.batch_size)
     check_directory(config)
     corpus = data.load(config.data, config.cache_dir.expanduser(), config.model.vocab_size)
+    check_vocabulary(config, corpus)
     shape = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
     config = dataclasses.replace(config, model=shape)
     for split in (corpus.train, corpus.validation):
         data.check_size(split, config.batch_size, shape.context)
     graphdef, shapes = model.define(shape)
     say(describe(config, corpus, mesh, batches, shapes))
+    given = None  # parameters from elsewhere, read before anything is written
+    if config.init_from is not None and not config.resume:
+        _, given = huggingface.read(config.init_from)
     prepare_directory(config)
 
     where = sharding.of_training(mesh, shapes)
-    params = jax.jit(partial(model.init, shape, config.seed), out_shardings=where)()
+    if given is None:
+        params = jax.jit(partial(model.init, shape, config.seed), out_shardings=where)()
+    else:
+        params = jax.device_put(jax.tree.map(np.asarray, given), where)
     where = sharding.of_training(mesh, jax.eval_shape(optimizer.init, params))
     training = (params, jax.jit(optimizer.init, out_shardings=where)(params))
     checkpoints = Checkpoints(config.directory / "checkpoints", config.keep_checkpoints)
@@ -82,19 +101,20 @@ def train(config: Config) -> float:
         start, training = restore(checkpoints, training, config)
         say(f"resuming after step {start:,}")
     metrics = Metrics(config.directory / "metrics.jsonl", start, config.tensorboard)
-    run = Run(config, corpus, graphdef, mesh, batches, metrics, checkpoints)
-    try:
-        with jax.set_mesh(mesh):  # which tells the optimizer that it may share out its work
-            params, measured = loop(run, training, start, optimizer)
-    finally:
-        metrics.close()
-        checkpoints.close()
-    if config.sample_tokens:
-        local = sharding.local_copy(mesh, params)
+    with catching_sigterm() as stop_is_asked:
+        run = Run(config, corpus, graphdef, mesh, batches, metrics, checkpoints, stop_is_asked)
+        try:
+            with jax.set_mesh(mesh):  # which tells the optimizer that it may share out its work
+                params, measured = loop(run, training, start, optimizer)
+        finally:
+            metrics.close()
+            checkpoints.close()
+        if config.sample_tokens:
+            local = sharding.local_copy(mesh, params)
+            if jax.process_index() == 0:
+                say(sample_text(config, graphdef, local, corpus))
         if jax.process_index() == 0:
-            say(sample_text(config, graphdef, local, corpus))
-    if jax.process_index() == 0:
-        write_summary(config, {**measured, "unit": run.unit})
+            write_summary(config, {**measured, "unit": run.unit})
     loss = measured["validation_loss"]
     say(f"final validation loss {loss:.4f} {run.unit}\nplot     {run.image}")
     say(f"metrics  {metrics.path}")
@@ -124,7 +144,9 @@ def describe(
         f"{config.name.split('-', 1)[1]} at {config.learning_rate:g} on {jax.default_backend()}"
         + (f" ({mesh.size} devices, fsdp {mesh.shape['fsdp']})" if mesh.size > 1 else ""),
     ]
-    if (
+    if config.init_from is not None:
+        lines.append(f"starting from the model in {config.init_from}")
+    elif (
         published := optimizers.PUBLISHED_LOSSES.get((config.preset, config.optimizer))
     ) is not None:
         lines.append(
@@ -163,7 +185,7 @@ def loop(
     """The steps, logged and validated as they go: the last parameters, and what was measured."""
     config, corpus, batches = run.config, run.corpus, run.batches
     size, context, vocab = config.batch_size, config.model.context, corpus.vocab_size
-    split = batches.of(corpus.train)
+    read = partial(data.batch, corpus.train, config.seed, order=config.order, rows=batches.rows)
     params, opt_state = training
     kept = tuple(sharding.of_training(run.mesh, tree) for tree in training)
     shardings = (*kept, sharding.replicated(run.mesh))
@@ -183,7 +205,6 @@ def loop(
     skipped_in_a_row = 0
     if start == config.steps:  # stopped between the last checkpoint and the end
         measured["validation_loss"] = validate(run, eval_loss, params)
-    stop_is_asked = catch_sigterm()
     bar = tqdm(
         total=config.steps,
         initial=start,
@@ -195,15 +216,13 @@ def loop(
     started, timed = time.perf_counter(), 0
     with bar:
         for step in range(start, config.steps):
-            tokens = batches.place(
-                data.batch(split, config.seed, step, size, context, vocab, order=config.order)
-            )
+            tokens = batches.place(read(step, size, context, vocab))
             params, opt_state, numbers = train_step(params, opt_state, tokens, np.int32(step))
             pending.append(numbers)
             timed += 1
             done = step + 1
             last = done == config.steps
-            stopping = stop_is_asked(done)  # once a step: it may come at any moment
+            stopping = run.stop_is_asked(done)  # once a step: it may come at any moment
             saves = config.checkpoint_every > 0 and (
                 done % config.checkpoint_every == 0 or last or stopping
             )
@@ -258,14 +277,20 @@ class Terminated(Exception):
         super().__init__(f"stopped by SIGTERM after step {done:,}; {advice}.")
 
 
-def catch_sigterm() -> Callable[[int], bool]:
-    """Tells at a step whether to end after it, because SIGTERM came."""
+@contextlib.contextmanager
+def catching_sigterm() -> Iterator[Callable[[int], bool]]:
+    """Tells at a step whether to end after it, because SIGTERM came; behind the last it is late."""
     if jax.process_count() > 1:  # JAX finds a step that suits all of them
-        return multihost_utils.reached_preemption_sync_point
-    event = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: event.set())
-    return lambda step: event.is_set()
+        yield multihost_utils.reached_preemption_sync_point
+    elif threading.current_thread() is not threading.main_thread():  # others hear no signals
+        yield lambda step: False
+    else:
+        event = threading.Event()
+        before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+        try:
+            yield lambda step: event.is_set()
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def count_skipped(skipped: np.ndarray, before: int, done: int, config: Config) -> int:
@@ -297,11 +322,12 @@ def validate(
     """Mean loss over the fixed windows."""
     config, batches = run.config, run.batches
     windows = data.fixed_windows(
-        batches.of(run.corpus.validation),
+        run.corpus.validation,
         config.eval_windows,
         config.batch_size,
         config.model.context,
         run.corpus.vocab_size,
+        batches.rows,
     )
     losses = [eval_loss(params, batches.place(tokens)) for tokens in windows]
     loss = float(np.mean(jax.device_get(losses)))
@@ -329,6 +355,18 @@ def sample_text(
         return "sample (token ids): " + " ".join(map(str, tokens))
     continuation = tokens.astype(np.uint8).tobytes().decode(errors="replace")
     return f"{'-' * 30} sample {'-' * 30}{text}{continuation}\n{'-' * 68}"
+
+
+def check_vocabulary(config: Config, corpus: data.Corpus) -> None:
+    """Raises where a model from elsewhere has other tokens than the corpus."""
+    size = config.model.vocab_size
+    if config.init_from is not None and corpus.vocab_size != size:
+        raise TrainingError(
+            f"{config.data} has a vocabulary of {corpus.vocab_size:,} tokens, but the model of "
+            f"--init-from {config.init_from} one of {size:,}: prepare the text with that model's "
+            "tokenizer (python -m examples.nanogpt.prepare), and pass the folder of .bin files to "
+            "--data."
+        )
 
 
 def check_directory(config: Config) -> None:
