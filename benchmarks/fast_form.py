@@ -7,18 +7,16 @@ The goal: mean validation losses within 0.01 of each other. Deterministic on a g
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-import jax
 import optax
 
 import mars_optax
+from benchmarks import gpt2
 from examples.nanogpt import optimizers, train
 from examples.nanogpt.config import Config, parse
 
@@ -55,8 +53,8 @@ class Standard(OneForm):
 def loss(form: type[OneForm], seed: int, steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = parse(
-            ["--steps", str(steps), "--seed", str(seed), "--out-dir", folder, "--overwrite"]
-            + ["--checkpoint-every", "0", "--sample-tokens", "0", "--eval-every", str(steps)]
+            f"--steps {steps} --seed {seed} --eval-every {steps} --checkpoint-every 0 "
+            f"--sample-tokens 0 --overwrite --out-dir {folder}".split()
         )
         values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
         return train.train(form(**values))
@@ -75,10 +73,8 @@ def main() -> None:
             losses.setdefault(form.__name__, []).append(loss(form, seed, args.steps))
     means = {name: statistics.mean(values) for name, values in losses.items()}
     report = {
-        "command": " ".join(["python -m benchmarks.fast_form", *sys.argv[1:]]),
+        **gpt2.about("flax"),
         "task": f"the demo, {args.steps} steps, nats per byte of validation text",
-        "device": jax.devices()[0].device_kind,
-        "versions": {p: importlib.metadata.version(p) for p in ("jax", "optax", "flax")},
         "seeds": args.seeds,
         "losses": losses,
         "means": means,
