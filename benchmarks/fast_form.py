@@ -27,12 +27,14 @@ class OneForm(Config):
     """The trainer's configuration of MARS-M, with the form chosen."""
 
     gram: ClassVar[bool]
+    dtype: ClassVar[str]
 
     def build_optimizer(self) -> optax.GradientTransformationExtraArgs:
         rate, fallback = self.rates()
         optimizer = mars_optax.mars_m(
             rate,
             ns_gram=self.gram,
+            ns_dtype=self.dtype,
             weight_decay=self.weight_decay,
             weight_decay_mask=optimizers.is_matrix,
             weight_dimension_numbers=optimizers.kernel_dimensions,
@@ -40,14 +42,6 @@ class OneForm(Config):
             adam_weight_decay=self.weight_decay,
         )
         return optax.chain(optax.clip_by_global_norm(optimizers.CLIP_NORM), optimizer)
-
-
-class Gram(OneForm):
-    gram = True
-
-
-class Standard(OneForm):
-    gram = False
 
 
 def loss(form: type[OneForm], seed: int, steps: int) -> float:
@@ -63,14 +57,17 @@ def loss(form: type[OneForm], seed: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
 
     losses: dict[str, list[float]] = {}
     for seed in args.seeds:
-        for form in (Gram, Standard):
-            losses.setdefault(form.__name__, []).append(loss(form, seed, args.steps))
+        for dtype in args.dtypes:
+            for form, gram in {"Gram": True, "standard": False}.items():
+                chosen = type("Chosen", (OneForm,), {"gram": gram, "dtype": dtype})
+                losses.setdefault(f"{dtype}, {form}", []).append(loss(chosen, seed, args.steps))
     means = {name: statistics.mean(values) for name, values in losses.items()}
     report = {
         **gpt2.about("flax"),
@@ -80,7 +77,9 @@ def main() -> None:
         "means": means,
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"difference of the means: {means['Gram'] - means['Standard']:+.4f} nats per byte")
+    for dtype in args.dtypes:
+        difference = means[f"{dtype}, Gram"] - means[f"{dtype}, standard"]
+        print(f"{dtype}: difference of the means {difference:+.4f} nats per byte")
 
 
 if __name__ == "__main__":

@@ -323,6 +323,8 @@ def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     On TPUs the pass that sums leaves a copy on chip: XLA reads buffers that it may overwrite from
     HBM each time, 40 bytes for a parameter of MARS-AdamW instead of 36.
     """
+    if not isinstance(x, jax.core.Tracer):  # no program to arrange
+        return x, total
 
     def copy(x, total):
         one = jax.lax.optimization_barrier(jnp.ones((), x.dtype))  # XLA would drop a plain copy
@@ -334,7 +336,7 @@ def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _after(squared_norm: jax.Array | None, scale: Any) -> Any:
     """`scale`, as if it depended on the norm: then XLA's CPU backend is done with one tensor before
     it corrects the next, in memory that is still cached. Other backends would lose by an order."""
-    if squared_norm is None:
+    if not isinstance(squared_norm, jax.core.Tracer):
         return scale
     wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
     return scale + jax.lax.platform_dependent(
