@@ -5,6 +5,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import shlex
 import sys
 from typing import Any
 
@@ -66,7 +67,7 @@ def about(*packages: str) -> dict[str, Any]:
     device = jax.devices()[0]
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return {
-        "command": f"python -m benchmarks.{' '.join([_module(), *sys.argv[1:]])}",
+        "command": shlex.join(["python", "-m", f"benchmarks.{_module()}", *sys.argv[1:]]),
         "device": f"{device.platform}: {cpu if device.platform == 'cpu' else device.device_kind}",
         "date": datetime.date.today().isoformat(),
         "versions": {p: importlib.metadata.version(p) for p in ("jax", "optax", *packages)},
