@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import gpt2
 from mars_optax import orthogonalize
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "closeness.json"
@@ -80,7 +81,7 @@ def main() -> None:
             rows = measure(*matrix(args.rows, aspect * args.rows, spectrum))
             results[f"{aspect}:1, {name}"] = rows
             print(f"{aspect}:1, {name:21}", *[f"{r['distance']:18.4f}" for r in rows.values()])
-    report = {"rows": args.rows, "backend": jax.default_backend(), "results": results}
+    report = {**gpt2.about(), "rows": args.rows, "results": results}
     args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -1,6 +1,12 @@
-"""The matrices of GPT-2, and the optimizers that the benchmarks compare on them."""
+"""The matrices of GPT-2, the optimizers compared on them, and what each report begins with."""
 
+import datetime
+import importlib.metadata
 import math
+import os
+import platform
+import shlex
+import sys
 from typing import Any
 
 import jax
@@ -54,6 +60,22 @@ def make_step(optimizer: optax.GradientTransformation) -> Any:
         return optax.apply_updates(params, updates), state
 
     return step
+
+
+def about(*packages: str) -> dict[str, Any]:
+    """How a report was made: the command, the machine's kind, the day and the versions."""
+    device = jax.devices()[0]
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{_module()}", *sys.argv[1:]]),
+        "device": f"{device.platform}: {cpu if device.platform == 'cpu' else device.device_kind}",
+        "date": datetime.date.today().isoformat(),
+        "versions": {p: importlib.metadata.version(p) for p in ("jax", "optax", *packages)},
+    }
+
+
+def _module() -> str:
+    return os.path.splitext(os.path.basename(sys.argv[0]))[0]
 
 
 def state_bytes(optimizer: optax.GradientTransformation, params: Any) -> float:

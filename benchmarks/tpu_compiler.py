@@ -6,7 +6,6 @@ No TPU is needed. All numbers but the compile times are deterministic for a vers
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -100,9 +99,9 @@ def main() -> None:
                 flush=True,
             )
     report = {
+        **gpt2.about("libtpu"),
         "topology": TOPOLOGY,
         "matrices": f"GPT-2, {args.layers} layers of width {args.width}, float32, state donated",
-        "versions": {p: importlib.metadata.version(p) for p in ("jax", "optax", "libtpu")},
         "results": results,
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -3,16 +3,16 @@
     python -m benchmarks.update                      # GPT-2 small, 85 million parameters
     python -m benchmarks.update --layers 2           # less
     python -m benchmarks.update --torch              # and PyTorch's AdamW, MARS and Muon
+    python -m benchmarks.update --torch --authors mars.py   # and the authors' MARS, downloaded
     JAX_PLATFORMS=cuda python -m benchmarks.update   # the same table on a GPU
 
 `--torch` needs torch and pytorch_optimizer beside this library: an environment of its own.
 """
 
 import argparse
-import importlib.metadata
 import json
 import pathlib
-import platform
+import runpy
 import statistics
 import time
 from collections.abc import Callable
@@ -62,7 +62,9 @@ def _peak_bytes(compiled) -> int:
     return memory.argument_size_in_bytes + unaliased + memory.temp_size_in_bytes
 
 
-def torch_steps(shapes: dict, only: list[str] | None) -> tuple[dict, dict]:
+def torch_steps(
+    shapes: dict, only: list[str] | None, authors: pathlib.Path | None
+) -> tuple[dict, dict]:
     import pytorch_optimizer
     import torch
 
@@ -74,6 +76,9 @@ def torch_steps(shapes: dict, only: list[str] | None) -> tuple[dict, dict]:
             [{"params": p, "use_muon": True}], lr=1e-3
         ),
     }
+    if authors:  # a file that the user has downloaded: MARS/optimizers/mars.py of AGI-Arena/MARS
+        module = runpy.run_path(str(authors))
+        factories["the authors' MARS"] = lambda p: module["MARS"](p, lr=1e-3)
     steps = {}
     for name, factory in factories.items():
         if only and name not in only:
@@ -111,15 +116,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--torch", action="store_true", help="PyTorch's optimizers too")
+    parser.add_argument("--authors", type=pathlib.Path, help="the authors' mars.py")
     parser.add_argument("--only", nargs="+", help="names of optimizers; default: all")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
 
     shapes = gpt2.shapes(args.layers, args.width)
-    packages = ("jax", "optax", *(("torch", "pytorch_optimizer") if args.torch else ()))
+    packages = ("torch", "pytorch_optimizer") if args.torch else ()
     steps, results = jax_steps(shapes, args.only)
     if args.torch:
-        more, facts = torch_steps(shapes, args.only)
+        more, facts = torch_steps(shapes, args.only, args.authors)
         steps, results = steps | more, results | facts
     for name, seconds in interleaved(steps, args.rounds).items():
         results[name] |= {"median_seconds": statistics.median(seconds), "seconds": seconds}
@@ -131,21 +137,13 @@ def main() -> None:
             f"{name:34} {1e3 * row['median_seconds']:9.1f} ms {row['ratio_to_first']:7.2f} x"
             + (f"  compiled in {row['compile_seconds']:5.1f} s" if "compile_seconds" in row else "")
         )
-    device = _device()
     report = {
+        **gpt2.about(*packages),
         "matrices": f"GPT-2, {args.layers} layers of width {args.width}, float32, state donated",
-        "device": device,
-        "versions": {p: importlib.metadata.version(p) for p in packages},
         "results": results,
     }
-    name = f"update_{device.split(':')[0]}.json"
+    name = f"update_{jax.default_backend()}.json"
     (args.out or RESULTS / name).write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _device() -> str:
-    device = jax.devices()[0]
-    kind = platform.machine() if device.platform == "cpu" else device.device_kind
-    return f"{device.platform}: {kind}"
 
 
 if __name__ == "__main__":

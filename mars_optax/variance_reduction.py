@@ -10,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from mars_optax import _checks
 from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
-from mars_optax.previous_iterate import all_finite, reject_pair
+from mars_optax.previous_iterate import reject_pair
 
 
 class MarsVRState(NamedTuple):
@@ -46,9 +46,9 @@ def mars_vr(
     ``optax.chain(mars_vr(0.025, b1=0.95), optax.scale_by_adam(0.95, 0.99))``.
 
     The correction and its norm are computed in float32 or wider and returned in the gradient's
-    dtype. Where any entry of a gradient tree is not finite (or a norm or a sum overflows), the
-    whole tree is left out of the state: `last_grad` keeps the last finite gradient. A correction
-    whose norm overflows, in float32 from about 1e19 on, is clipped to zero.
+    dtype. A tensor (a parameter, or a matrix of a stack with dimension numbers) with any entry that
+    is not finite, or whose norm or sum overflows, is not stored: its `last_grad` stays. A
+    correction whose norm overflows, in float32 from about 1e19 on, is clipped to zero.
 
     Args:
         gamma: The scale of the variance reduction, at least 0, or a schedule: a function of the
@@ -59,11 +59,10 @@ def mars_vr(
             clips all of them by their joint norm.
         exact: Whether `prev_grad` is given to `update`. Nothing is stored then.
         grad_dtype: Dtype of the stored gradient, such as `jnp.bfloat16`; default: the parameter's.
-        weight_dimension_numbers: For ``clip_scope="tensor"``: a tree (or a prefix of one, or a
-            callable that makes it from the parameters) of `optax.contrib.MuonDimensionNumbers`.
-            Axes in neither of its lists are batch axes, and each batch entry is clipped as a tensor
-            of its own, so that a stack of layers behaves like the layers. A parameter without
-            dimension numbers (None) is one tensor.
+        weight_dimension_numbers: A tree (or a prefix of one, or a callable that makes it from the
+            parameters) of `optax.contrib.MuonDimensionNumbers`. Axes in neither of its lists are
+            batch axes, and each batch entry is a tensor of its own, so that a stack of layers
+            behaves like the layers. A parameter without dimension numbers (None) is one tensor.
 
     Returns:
         A `GradientTransformationExtraArgs`. `update` takes `prev_grad`, a tree like the gradients,
@@ -121,6 +120,18 @@ def mars_vr(
             last_grad = optax.tree.zeros_like(params, dtype=grad_dtype)
         return MarsVRState(jnp.zeros([], jnp.int32), last_grad)
 
+    def correct(g, previous, scale, spec):
+        """The correction, its squared norm for the clip, and the tensor to store."""
+        if exact:
+            c = _correct(g, previous, scale)
+            return c, None if clip_norm is None else _squared_norm(c, spec), None
+        if clip_norm is None:
+            g, total = _hold(g, _sum_of_tensors(g, spec))
+            return _correct(g, previous, scale), None, _store(g, previous, spec, total)
+        square = _squared_norm(_correct(g, previous, scale), spec)
+        previous, square = _hold(previous, square)
+        return _correct(g, previous, scale), square, _store(g, previous, spec, square)
+
     def update_fn(updates, state, params=None, *, prev_grad=None, **unused_extra_args):
         del params, unused_extra_args
         reject_pair(updates)
@@ -129,21 +140,21 @@ def mars_vr(
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
         previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
         numbers = resolve(weight_dimension_numbers, updates)
-        if clip_norm is None or clip_scope == "global":
-            numbers = [None] * len(grads)
-        corrected, norms = [], []
-        for g, p, spec in zip(grads, previous_leaves, numbers, strict=True):
-            corrected.append(None if g is None else _correct(g, p, scale))
-            if clip_norm is not None and g is not None:
-                norms.append(_squared_norm(corrected[-1], spec))
-                scale = _after(norms[-1], scale)
-        finite = None
+        corrected, stored, squares = [], [], []
+        for g, last, spec in zip(grads, previous_leaves, numbers, strict=True):
+            c = square = None
+            if g is not None:
+                c, square, last = correct(g, last, scale, spec)
+                scale = _after(square, scale)
+            corrected.append(c)
+            squares.append(square)
+            stored.append(last)
         if clip_norm is not None:
-            corrected, finite = _clip(corrected, norms, clip_norm, clip_scope), all_finite(norms)
+            corrected = _clip(corrected, squares, clip_norm, clip_scope)
         corrected = [
             None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
         ]
-        last_grad = None if exact else _store(updates, state.last_grad, finite)
+        last_grad = None if exact else structure.unflatten(stored)
         count = optax.safe_increment(state.count)
         return structure.unflatten(corrected), MarsVRState(count, last_grad)
 
@@ -171,8 +182,8 @@ def mars_momentum(
     :func:`mars_optax.mars_shampoo`, :func:`mars_optax.mars_m` and :func:`mars_optax.mars_sgdm` use
     it where these hold.
 
-    Where any entry of a gradient tree is not finite, the whole tree is left out of the state, but
-    the returned momentum is not finite either, so that `optax.apply_if_finite` notices.
+    A parameter's gradient with any entry that is not finite is left out of its average, but the
+    returned momentum is not finite either, so that `optax.apply_if_finite` notices.
 
     Args:
         gamma: The scale of the variance reduction, at least 0. A schedule needs the two buffers.
@@ -221,18 +232,18 @@ def mars_momentum(
 
         def average(g, ema):
             if g is None:
-                return None
+                return None, ema
             dtype = jnp.promote_types(jnp.result_type(g, ema), jnp.float32)
-            return b1 * ema.astype(dtype) + (1 - b1) * g.astype(dtype)
+            new = b1 * ema.astype(dtype) + (1 - b1) * g.astype(dtype)
+            new, total = _hold(new, _sum_of_tensors(new, None))
+            m = (1 - gamma) * new + gamma * g
+            return m.astype(g.dtype), _store(new, ema, None, total)
 
-        def momentum(g, ema):
-            return None if g is None else ((1 - gamma) * ema + gamma * g).astype(g.dtype)
-
-        def map_trees(f, *trees):
-            return jax.tree.map(f, *trees, is_leaf=_checks.is_none)
-
-        ema = map_trees(average, updates, state.ema)
-        return map_trees(momentum, updates, ema), MarsMomentumState(_store(ema, state.ema, None))
+        grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
+        emas = jax.tree.leaves(state.ema, is_leaf=_checks.is_none)
+        pairs = [average(g, ema) for g, ema in zip(grads, emas, strict=True)]
+        ema = structure.unflatten([ema for _, ema in pairs])
+        return structure.unflatten([m for m, _ in pairs]), MarsMomentumState(ema)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -293,15 +304,40 @@ def _correct(grad: jax.Array, previous: jax.Array, scale: Any) -> jax.Array:
 def _squared_norm(c: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
     """Of each matrix where dimension numbers are given; `c` is float32 or wider."""
     squares = jnp.square(jnp.real(c)) + (jnp.square(jnp.imag(c)) if jnp.iscomplexobj(c) else 0)
-    if spec is None:
-        return jnp.sum(squares)
-    axes = matrix_axes(spec, c.shape)
-    return jnp.sum(squares, axis=axes.reduction + axes.output, keepdims=True)
+    return _sum_of_tensors(squares, spec)
 
 
-def _after(squared_norm: jax.Array, scale: Any) -> Any:
+def _sum_of_tensors(x: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
+    """Sums over the matrix axes where dimension numbers are given, or over all; kept as axes."""
+    axes = None
+    if spec is not None:
+        matrix = matrix_axes(spec, x.shape)
+        axes = matrix.reduction + matrix.output
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x, axis=axes, dtype=dtype, keepdims=spec is not None)
+
+
+def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`x` for uses that wait for `total`, which is summed over it.
+
+    On TPUs the pass that sums leaves a copy on chip: XLA reads buffers that it may overwrite from
+    HBM each time, 40 bytes for a parameter of MARS-AdamW instead of 36.
+    """
+    if not isinstance(x, jax.core.Tracer):  # no program to arrange
+        return x, total
+
+    def copy(x, total):
+        one = jax.lax.optimization_barrier(jnp.ones((), x.dtype))  # XLA would drop a plain copy
+        return jax.lax.optimization_barrier((x * one, total))
+
+    return jax.lax.platform_dependent(x, total, tpu=copy, default=lambda x, total: (x, total))
+
+
+def _after(squared_norm: jax.Array | None, scale: Any) -> Any:
     """`scale`, as if it depended on the norm: then XLA's CPU backend is done with one tensor before
     it corrects the next, in memory that is still cached. Other backends would lose by an order."""
+    if not isinstance(squared_norm, jax.core.Tracer):
+        return scale
     wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
     return scale + jax.lax.platform_dependent(
         squared_norm, cpu=wait, default=lambda n: jnp.zeros(())
@@ -311,39 +347,21 @@ def _after(squared_norm: jax.Array, scale: Any) -> Any:
 def _clip(corrected: list, squared_norms: list, clip_norm: Any, scope: str) -> list:
     """Divides by max(1, norm / clip_norm); a leaf may be None, and has no norm then."""
     if scope == "global":
-        squared_norms = [sum(squared_norms)] * len(squared_norms)
-    norms = iter(squared_norms)
+        total = sum(jnp.sum(s) for s in squared_norms if s is not None)
+        squared_norms = [total] * len(squared_norms)
 
-    def clip(c):
-        squared = next(norms)
+    def clip(c, squared):
         return c / jnp.maximum(1.0, jnp.sqrt(squared) / clip_norm).astype(squared.dtype)
 
-    return [None if c is None else clip(c) for c in corrected]
+    pairs = zip(corrected, squared_norms, strict=True)
+    return [None if c is None else clip(c, squared) for c, squared in pairs]
 
 
-def _store(updates: Any, last_grad: Any, finite: jax.Array | None) -> Any:
-    """The gradient in the state's dtypes, or the old one where any entry would not be finite.
-
-    `finite` is what the clip's norms have told of it already, which saves a pass over it.
-    """
-    cast = jax.tree.map(
-        lambda g, last: None if g is None else jnp.asarray(g, last.dtype),
-        updates,
-        last_grad,
-        is_leaf=_checks.is_none,
-    )
-    if finite is None:
-        finite = all_finite(cast)
-    else:  # the store overflows all the same where its dtype has the smaller range
-        finite &= all_finite(jax.tree.map(_if_narrowed, cast, updates))
-    return jax.tree.map(
-        lambda g, last: last if g is None else jnp.where(finite, g, last),
-        cast,
-        last_grad,
-        is_leaf=_checks.is_none,
-    )
-
-
-def _if_narrowed(stored: jax.Array, grad: jax.Array) -> jax.Array | None:
-    narrowed = jnp.finfo(stored.dtype).maxexp < jnp.finfo(grad.dtype).maxexp
-    return stored if narrowed else None
+def _store(
+    new: jax.Array, old: jax.Array, spec: MuonDimensionNumbers | None, total: jax.Array
+) -> jax.Array:
+    """`new` in the dtype of `old`, or `old` for each tensor whose `total` is not finite."""
+    stored = jnp.asarray(new, old.dtype)
+    if jnp.finfo(old.dtype).maxexp < jnp.finfo(new.dtype).maxexp:  # it may still overflow
+        total = _sum_of_tensors(stored, spec)
+    return jnp.where(jnp.isfinite(total), stored, old)

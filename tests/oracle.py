@@ -90,10 +90,17 @@ class VarianceReduction:
             # The gradient before the first step is zero.
             previous = prev_grads[name] if self.exact else self.last_grads.get(name, 0.0)
             corrected[name] = g + k * (g - previous)
-        if not self.exact and all(np.all(np.isfinite(g)) for g in grads.values()):
-            self.last_grads = dict(grads)
+            # A tensor that is not finite is not stored.
+            for index in self.tensors(name, g):
+                if not self.exact and np.all(np.isfinite(g[index])):
+                    self.last_grads.setdefault(name, np.zeros_like(g))[index] = g[index]
         self.count += 1
         return self.clip(corrected)
+
+    def tensors(self, name, x):
+        """Indices of the matrices; without dimension numbers the array is one tensor."""
+        numbers = self.numbers.get(name)
+        return [...] if numbers is None else batch_indices(x.shape, numbers)
 
     def clip(self, corrected):
         if self.clip_norm is None:
@@ -103,10 +110,8 @@ class VarianceReduction:
             return {name: c / factor for name, c in corrected.items()}
         clipped = {}
         for name, c in corrected.items():
-            numbers = self.numbers.get(name)
             clipped[name] = np.zeros_like(c)
-            # Without dimension numbers the array is one tensor.
-            for index in [...] if numbers is None else batch_indices(c.shape, numbers):
+            for index in self.tensors(name, c):
                 clipped[name][index] = c[index] / max(1.0, norm(c[index]) / self.clip_norm)
         return clipped
 

@@ -91,8 +91,7 @@ def test_non_finite_gradient_is_returned_but_not_stored():
     chain = optax.chain(mars_momentum(0.5, 0.9), optax.apply_if_finite(optax.sgd(0.1), 5))
     params = random_tree(0, jnp.float32)
     good, skipping = chain.init(params), chain.init(params)
-    bad = random_tree(7, jnp.float32)
-    bad["wide"] = bad["wide"].at[0, 0].set(jnp.nan)
+    bad = {n: x.at[0, 0].set(jnp.nan) for n, x in random_tree(7, jnp.float32).items()}
     for t in range(4):
         expected, good = chain.update(random_tree(t, jnp.float32), good)
         if t == 2:
@@ -100,6 +99,16 @@ def test_non_finite_gradient_is_returned_but_not_stored():
             jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), update)
         ours, skipping = chain.update(random_tree(t, jnp.float32), skipping)
         jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def test_each_parameter_keeps_its_own_average_of_finite_gradients():
+    momentum = mars_momentum(0.5, 0.9)
+    good = random_tree(1, jnp.float32)
+    _, before = momentum.update(good, momentum.init(good))
+    spoilt = good | {"wide": good["wide"].at[0, 0].set(jnp.inf)}
+    _, after = momentum.update(spoilt, before)
+    np.testing.assert_array_equal(after.ema["wide"], before.ema["wide"])
+    np.testing.assert_allclose(after.ema["tall"], 1.9 * before.ema["tall"], rtol=1e-6)
 
 
 def test_low_precision_keeps_its_dtypes():

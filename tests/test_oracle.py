@@ -367,21 +367,28 @@ def test_previous_gradient_is_what_earlier_links_of_the_chain_made():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": None}, {"clip_scope": "global"}], ids=str)
-def test_gradient_that_is_not_finite_is_never_stored(bad, clip):
+def test_tensor_that_is_not_finite_is_not_stored(bad, clip):
+    """Each parameter and each matrix of a stack keeps its own last finite gradient."""
     rng = np.random.default_rng(4)
-    grads = [{"a": rng.normal(size=(2, 2)), "b": rng.normal(size=3)} for _ in range(4)]
-    grads[1]["b"][2] = bad
-    library = mars_optax.mars_vr(0.5, **clip)
-    correct = oracle.VarianceReduction(0.5, **clip)
+    shapes = {"a": (2, 2), "b": (3,), "stack": (3, 2, 4)}
+    grads = [{n: rng.normal(size=s) for n, s in shapes.items()} for _ in range(4)]
+    grads[1]["b"][2] = grads[1]["stack"][1, 0, 3] = bad
+    numbers = {"a": None, "b": None, "stack": MuonDimensionNumbers(1, 2)}
+    library = mars_optax.mars_vr(0.5, weight_dimension_numbers=numbers, **clip)
+    correct = oracle.VarianceReduction(0.5, numbers=numbers, **clip)
     state = library.init(to_jax(grads[0]))
     for t, g in enumerate(grads):
         corrected, state = library.update(to_jax(g), state)
         with np.errstate(invalid="ignore"):
             expected = correct(g)
-        # All leaves of the bad gradient are left out, those without a bad entry too.
-        assert_close(state.last_grad, grads[0] if t == 1 else g, 0.0)
+        stored = g
+        if t == 1:
+            stack = np.where(np.arange(3)[:, None, None] == 1, grads[0]["stack"], g["stack"])
+            stored = {"a": g["a"], "b": grads[0]["b"], "stack": stack}
+        assert_close(state.last_grad, stored, 0.0)
         if t == 1:
             assert not np.all(np.isfinite(corrected["b"]))
+            assert not np.all(np.isfinite(corrected["stack"][1]))
         else:
             assert_close(corrected, expected, 1e-12)
 
