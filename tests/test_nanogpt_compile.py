@@ -46,14 +46,19 @@ def test_operations_count_loops_as_often_as_they_run():
 
 
 def test_operations_of_the_model_are_those_of_its_program():
-    """Forward and backward pass of a GPT-2 without biases; position and norms have no products."""
+    """Forward and backward pass of a GPT-2 without biases; position and norms have no products.
+
+    The einsum leaves out a quarter of attention's pairs: the first half of T sees half the keys.
+    """
     shape = model.GPTConfig(3, 2, 32, context=16, vocab_size=256, bias=False, attention="einsum")
     graphdef, params = model.define(shape)
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     loss = lambda params, tokens: model.loss(graphdef, params, tokens)  # noqa: E731
     traced = jax.jit(jax.grad(loss)).trace(params, tokens)
     counted = compile.matrix_flops(traced.jaxpr.jaxpr)
-    assert counted == pytest.approx(2 * 16 * hardware.flops_per_token(shape, exact=False), rel=1e-6)
+    left_out = 12 * 3 * 32 * 16 / 4
+    per_token = hardware.flops_per_token(shape, exact=False) - left_out
+    assert counted == pytest.approx(2 * 16 * per_token, rel=1e-6)
 
 
 MODULE = """\
