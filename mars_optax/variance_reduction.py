@@ -121,16 +121,15 @@ def mars_vr(
         return MarsVRState(jnp.zeros([], jnp.int32), last_grad)
 
     def correct(g, previous, scale, spec):
-        """The correction, its squared norm for the clip, and the tensor to store."""
+        """The correction, its size (squared where the clip needs it), and the tensor to store."""
+        size_of = _absolute_sum if clip_norm is None else _squared_norm
+        c = _correct(g, previous, scale)
         if exact:
-            c = _correct(g, previous, scale)
-            return c, None if clip_norm is None else _squared_norm(c, spec), None
-        if clip_norm is None:
-            g, total = _hold(g, _sum_of_tensors(g, spec))
-            return _correct(g, previous, scale), None, _store(g, previous, spec, total)
-        square = _squared_norm(_correct(g, previous, scale), spec)
-        previous, square = _hold(previous, square)
-        return _correct(g, previous, scale), square, _store(g, previous, spec, square)
+            return c, None if clip_norm is None else size_of(c, spec), None
+        previous, size = _hold(previous, size_of(c, spec))
+        if clip_norm is None:  # then nothing but the hold makes the correction wait for the size
+            g, size = _hold(g, size)
+        return _correct(g, previous, scale), size, _store(g, previous, spec, size)
 
     def update_fn(updates, state, params=None, *, prev_grad=None, **unused_extra_args):
         del params, unused_extra_args
@@ -140,17 +139,17 @@ def mars_vr(
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
         previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
         numbers = resolve(weight_dimension_numbers, updates)
-        corrected, stored, squares = [], [], []
+        corrected, stored, sizes = [], [], []
         for g, last, spec in zip(grads, previous_leaves, numbers, strict=True):
-            c = square = None
+            c = size = None
             if g is not None:
-                c, square, last = correct(g, last, scale, spec)
-                scale = _after(square, scale)
+                c, size, last = correct(g, last, scale, spec)
+                scale = _after(size, scale)
             corrected.append(c)
-            squares.append(square)
+            sizes.append(size)
             stored.append(last)
         if clip_norm is not None:
-            corrected = _clip(corrected, squares, clip_norm, clip_scope)
+            corrected = _clip(corrected, sizes, clip_norm, clip_scope)
         corrected = [
             None if c is None else c.astype(g.dtype) for c, g in zip(corrected, grads, strict=True)
         ]
@@ -307,6 +306,11 @@ def _squared_norm(c: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
     return _sum_of_tensors(squares, spec)
 
 
+def _absolute_sum(c: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
+    """As `_squared_norm`, and overflows later."""
+    return _sum_of_tensors(jnp.abs(c), spec)
+
+
 def _sum_of_tensors(x: jax.Array, spec: MuonDimensionNumbers | None) -> jax.Array:
     """Sums over the matrix axes where dimension numbers are given, or over all; kept as axes."""
     axes = None
@@ -333,15 +337,13 @@ def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.platform_dependent(x, total, tpu=copy, default=lambda x, total: (x, total))
 
 
-def _after(squared_norm: jax.Array | None, scale: Any) -> Any:
-    """`scale`, as if it depended on the norm: then XLA's CPU backend is done with one tensor before
+def _after(size: jax.Array | None, scale: Any) -> Any:
+    """`scale`, as if it depended on the size: then XLA's CPU backend is done with one tensor before
     it corrects the next, in memory that is still cached. Other backends would lose by an order."""
-    if not isinstance(squared_norm, jax.core.Tracer):
+    if not isinstance(size, jax.core.Tracer):
         return scale
     wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
-    return scale + jax.lax.platform_dependent(
-        squared_norm, cpu=wait, default=lambda n: jnp.zeros(())
-    )
+    return scale + jax.lax.platform_dependent(size, cpu=wait, default=lambda n: jnp.zeros(()))
 
 
 def _clip(corrected: list, squared_norms: list, clip_norm: Any, scope: str) -> list:
