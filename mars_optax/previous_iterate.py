@@ -225,16 +225,21 @@ def value_and_grads(
         params = args[indices[0]] if single else tuple(args[i] for i in indices)
         prev_params = _prev_params_like(params, state)
 
-        def previous(args):
+        def pair(grad, args):
+            """Beside `grad` that at the previous parameters, taken once `grad` is there.
+
+            XLA may else interleave them, and hold the activations of both at once.
+            """
+            grad, earlier = jax.lax.optimization_barrier((grad, prev_params))
             args = list(args)
-            for i, value in zip(indices, (prev_params,) if single else prev_params, strict=True):
+            for i, value in zip(indices, (earlier,) if single else earlier, strict=True):
                 args[i] = value
-            grad = grad_only(*args, **kwargs)
-            return grad[0] if has_aux else grad
+            prev_grad = grad_only(*args, **kwargs)
+            return MarsGrads(grad, prev_grad[0] if has_aux else prev_grad)
 
         if micro_batches is None:
             value, grad = value_and_grad(*args, **kwargs)
-            return value, MarsGrads(grad, previous(args))
+            return value, pair(grad, args)
 
         batch = [None if i in indices else arg for i, arg in enumerate(args)]
         if not jax.tree.leaves(batch):
@@ -245,8 +250,8 @@ def value_and_grads(
         first, rest = _split(batch, micro_batches)
 
         def part(entries):
-            pairs = zip(args, entries, strict=True)
-            return [a if i in indices else e for i, (a, e) in enumerate(pairs)]
+            both = zip(args, entries, strict=True)
+            return [a if i in indices else e for i, (a, e) in enumerate(both)]
 
         def of_part(entries):
             value, grad = value_and_grad(*part(entries), **kwargs)
@@ -262,10 +267,10 @@ def value_and_grads(
         loss, grad = jax.tree.map(
             lambda x, like: (x / micro_batches).astype(like.dtype), total, own
         )
-        difference = jax.tree.map(jnp.subtract, own[1], previous(part(first)))
+        own_grad, own_prev = pair(own[1], part(first))
+        grads = MarsGrads(grad, jax.tree.map(lambda g, s, p: g - (s - p), grad, own_grad, own_prev))
         aux = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), aux_first, aux)
-        pair = MarsGrads(grad, jax.tree.map(jnp.subtract, grad, difference))
-        return ((loss, aux) if has_aux else loss), pair
+        return ((loss, aux) if has_aux else loss), grads
 
     return fn
 

@@ -1,5 +1,6 @@
 """What the compiler's answers mean; with libtpu installed, the answers too."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -139,12 +140,24 @@ def test_the_demo_on_eight_tpus():
     assert large.returncode == 1 and "refuses this step: RESOURCE_EXHAUSTED" in large.stderr
 
 
+@functools.cache
+def gpt2_small_on_eight_tpus(*more):
+    flags = ["--preset", "small", "--optimizer", "mars_adamw", "--dtype", "bfloat16"]
+    result = ask("--topology", "v5e:2x4", *flags, "--batch-size", "32", "--json", *more)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
+def test_exact_mode_holds_the_activations_of_one_gradient_at_a_time():
+    exact = gpt2_small_on_eight_tpus("--exact")["peak_bytes"]
+    assert exact <= 1.1 * gpt2_small_on_eight_tpus()["peak_bytes"]
+
+
 @pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
 def test_gpt2_small_on_eight_tpus():
-    flags = ["--preset", "small", "--optimizer", "mars_adamw", "--dtype", "bfloat16"]
-    result = ask("--topology", "v5e:2x4", *flags, "--batch-size", "32", "--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = gpt2_small_on_eight_tpus()
     parameters = 768 * (50304 + 1024 + 12 * 12 * 768 + 12 * 2 + 1)
     assert report["parameters"] == parameters and report["devices"] == 8
     # An eighth of parameters, last gradient and Adam's moments, and the batch.
