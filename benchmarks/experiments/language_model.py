@@ -1,6 +1,7 @@
 """Does MARS train a language model better? Six questions, each a command that can be resumed:
 
     python -m benchmarks.experiments.language_model optimizers   # gamma rates batch exact details
+    python -m benchmarks.experiments.language_model times        # of steps, side by side
 
 Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
 rate, on the same grid (1e-3 times powers of 2), with one seed, until the best is inside the grid;
@@ -272,11 +273,8 @@ def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
     params = jax.tree.map(jnp.copy, initial(task.size, seed))  # it is donated
     state = compiled.init(params, rate)
     curve: list[list] = []
-    seconds = 0.0
     for i, chunk in enumerate(batches(seed, task)):
-        start = time.perf_counter()
-        params, state, loss = jax.block_until_ready(compiled.advance(params, state, rate, chunk))
-        seconds += time.perf_counter() - start if i else 0.0  # the first one compiles
+        params, state, loss = compiled.advance(params, state, rate, chunk)
         last = i == EVALUATIONS - 1
         held_out = windows(task.size, WINDOWS["final" if last else "during"])
         value = float(evaluate(task.size, params, held_out))
@@ -288,7 +286,6 @@ def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
         "rate": rate,
         "seed": seed,
         "final_loss": curve[-1][1] if done else None,
-        "seconds_per_step": round(seconds / task.steps, 5) if done else None,
         "curve": curve,
     }
 
@@ -360,15 +357,9 @@ def variants(base: Arm, **changes: Any) -> Arm:
 
 
 BASES = {"MARS-AdamW": MARS_ADAMW, "MARS-M": MARS_M}
-FOREMOST = (  # what the papers' claims are about: at the other length and size too
-    "AdamW (.95, .99)",
-    "NAdamW (.95, .99)",
-    "MARS-AdamW",
-    "Muon",
-    "MARS-M",
-    "MARS-M exact, γ 1",
-)
-AT_DEMO = ("AdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
+ADAM = ("AdamW (.9, .95)", "AdamW (.95, .99)", "NAdamW (.9, .95)", "NAdamW (.95, .99)")
+OURS = ("MARS-AdamW", "MARS-AdamW (.9, .95), γ .1", "MARS-M")
+FOREMOST = (*ADAM, "Muon", "Muon, Nesterov", *OURS)  # at other lengths and sizes too
 
 
 def compare_optimizers(question: Question) -> None:
@@ -378,7 +369,7 @@ def compare_optimizers(question: Question) -> None:
             question.tune(label, ARMS[label], Task(steps=steps), start=best[label])
     for label in FOREMOST:
         question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
-    for label in AT_DEMO:
+    for label in FOREMOST:
         question.tune(label, ARMS[label], Task("demo", STEPS // 2), start=best[label])
 
 
@@ -398,8 +389,8 @@ BRIEF = Task(steps=STEPS // 2)
 
 
 def compare_rates(question: Question) -> None:
-    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "Muon", "MARS-M")
-    arms = {label: ARMS[label] for label in labels}
+    labels = ("NAdamW (.95, .99)", "MARS-AdamW", "Muon", "Muon, Nesterov", "MARS-M")
+    arms = {label: ARMS[label] for label in (*ADAM[:2], *labels)}
     arms["MARS-AdamW, v from g"] = variants(MARS_ADAMW, plain_v=True)
     for label, arm in arms.items():
         for exponent in range(-1, 7):
@@ -408,9 +399,8 @@ def compare_rates(question: Question) -> None:
 
 
 def compare_batches(question: Question) -> None:
-    labels = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "MARS-AdamW", "MARS-M", "Muon")
     for batch in (4, 16, 64):
-        for label in labels:
+        for label in (*ADAM[:2], "NAdamW (.95, .99)", "MARS-AdamW", "MARS-M", "Muon"):
             question.tune(label, ARMS[label], BRIEF._replace(batch=batch), seeds=5)
 
 
@@ -443,6 +433,32 @@ def compare_details(question: Question) -> None:
     question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), BRIEF)
 
 
+def measure_times(rounds: int = 7) -> None:
+    """Seconds of a step, of all arms in turns, in results/step_times.json: on an idle machine."""
+    path, found = RESULTS / "step_times.json", {}
+    for size, labels in {"tiny": tuple(ARMS), "demo": FOREMOST}.items():
+        task = Task(size)
+        chunk = batches(0, task)[0]
+        running = {}
+        for label in labels:
+            compiled = program.__wrapped__(ARMS[label], task)
+            params = jax.tree.map(jnp.copy, initial(size, 0))
+            running[label] = [compiled.advance, params, compiled.init(params, 1e-3)]
+        seconds: dict[str, list[float]] = {label: [] for label in labels}
+        for i in range(rounds + 1):
+            for label, (advance, params, state) in running.items():
+                start = time.perf_counter()
+                after = jax.block_until_ready(advance(params, state, 1e-3, chunk))
+                running[label][1:] = after[:2]
+                if i:  # the first one compiles
+                    seconds[label].append((time.perf_counter() - start) / len(chunk))
+        found[size] = {label: float(np.median(values)) for label, values in seconds.items()}
+        print(size, found[size], flush=True)
+    versions = {"jax": jax.__version__, "optax": optax.__version__}
+    settings = {"rounds": rounds, "batch": Task().batch, "versions": versions}
+    path.write_text(json.dumps({"settings": settings, "seconds": found}, indent=1) + "\n")
+
+
 QUESTIONS = {
     "optimizers": compare_optimizers,
     "gamma": compare_gammas,
@@ -455,9 +471,12 @@ QUESTIONS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("questions", nargs="+", choices=QUESTIONS)
+    parser.add_argument("questions", nargs="+", choices=[*QUESTIONS, "times"])
     for name in parser.parse_args().questions:
-        QUESTIONS[name](Question(name))
+        if name == "times":
+            measure_times()
+        else:
+            QUESTIONS[name](Question(name))
 
 
 if __name__ == "__main__":

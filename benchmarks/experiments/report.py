@@ -8,7 +8,8 @@ yet is left out.
 
 Runs are as language_model.py and vision.py write them: {"arm": label, "rate", "seed",
 "final_loss" (None: diverged), "curve": [[step, loss], ...], "gradients" per step,
-"seconds_per_step", "optimizer": {"gamma", "exact", ...}} and the task's size, steps and batch.
+"optimizer": {"gamma", "exact", ...}} and the task's size, steps and batch. Times of steps are
+those of results/step_times.json, which were taken side by side.
 """
 
 import functools
@@ -71,7 +72,6 @@ class Tuned(NamedTuple):
     inside: bool  # whether lower and higher rates have been tried
     losses: dict[int, float]  # by seed
     curve: np.ndarray  # (step, loss) [N, 2], the mean over seeds
-    seconds: float  # a step
     gradients: float  # of a whole batch, a step
 
     @property
@@ -105,7 +105,6 @@ def tune(runs: list[Run]) -> Tuned:
         min(losses) < best < max(losses),
         losses[best],
         np.mean([run["curve"] for run in own], axis=0),
-        float(np.median([run["seconds_per_step"] for run in own])),
         own[0]["gradients"],
     )
 
@@ -198,21 +197,24 @@ def of_tasks(runs: list[Run], make: Callable[[list[Run]], str], names: tuple = T
 def comparison(runs: list[Run]) -> str:
     """Arms from the least loss to the greatest, beside the best AdamW."""
     arms = tune_arms(runs)
-    reference = arms[baseline(arms)]
+    best = baseline(arms)
+    reference = arms[best]
+    seconds = (read("step_times") or {"seconds": {}})["seconds"].get(runs[0]["size"], {})
+    timed = all(label in seconds for label in arms)
 
     def row(label: str, arm: Tuned) -> list[str]:
         share = share_of_steps(arm, reference)
-        return [
+        cells = [
             f"**{label}**" if arm is reference else label,
             rate_text(arm),
             with_spread(arm.mean, arm.spread),
             str(len(arm.losses)),
             "" if arm is reference else with_spread(*difference(arm, reference), sign="+"),
             number(share, 2),
-            number(share * arm.seconds / reference.seconds, 2),
         ]
+        return cells + [number(share * seconds[label] / seconds[best], 2)] * timed
 
-    header = ["", "best rate", "final loss", "seeds", "− AdamW", "steps", "time"]
+    header = ["", "best rate", "final loss", "seeds", "− AdamW", "steps", *["time"] * timed]
     ranked = sorted(arms.items(), key=lambda item: item[1].mean)
     return table([header, *(row(label, arm) for label, arm in ranked)])
 
