@@ -380,7 +380,7 @@ def compare_gammas(question: Question) -> None:
             question.tune(f"{name}, γ {gamma:g}", variants(base, gamma=gamma), Task())
         falling = variants(base, gamma=0.1, gamma_end=0.0)
         question.tune(f"{name}, γ .1 to 0", falling, Task())
-        for gamma in (0.025, 1.0):
+        for gamma in (0.025, 0.1, 0.2, 1.0):
             arm = variants(base, gamma=gamma, exact=True)
             question.tune(f"{name} exact, γ {gamma:g}", arm, Task())
 
