@@ -60,7 +60,7 @@ class Arm:
     everything: bool = False  # MARS for all parameters, not for matrices alone
     first_step: bool = True  # whether the first step is corrected, against a gradient of zero
     plain_v: bool = False  # MARS-AdamW whose second moment is built from g, not from c
-    nesterov: bool = False
+    nesterov: bool = False  # of MARS: in AdamW for the parameters that are no matrices
     schedule: str = "cosine"
 
     @property
@@ -189,7 +189,17 @@ def _mars(arm: Arm, rates: optax.Schedule, given: dict) -> optax.GradientTransfo
         **given,
         **({"exact": True, "preprocess": CLIP} if arm.exact else {}),
     )
+    if arm.nesterov:
+        adam = optax.adamw(
+            rates, *optimizers.FALLBACK_BETAS, weight_decay=DECAY, mask=optimizers.is_matrix,
+            nesterov=True,
+        )  # fmt: skip
+        tx = optax.partition({True: tx, False: adam}, lambda p: _are_numbered(numbers(p), p))
     return tx if arm.exact else optax.chain(CLIP, tx)
+
+
+def _are_numbered(numbers: Any, params: model.Params) -> Any:
+    return jax.tree.map(lambda _, n: n is not None, params, numbers)
 
 
 class Task(NamedTuple):
@@ -427,6 +437,11 @@ def compare_details(question: Question) -> None:
         }
         for what, arm in changed.items():
             question.tune(name + what, arm, BRIEF)
+    # As Muon with Nesterov's momentum: optax.contrib.muon gives it to its AdamW too.
+    for what, nesterov in {"": False, ", NAdamW for the rest": True}.items():
+        arm = variants(MARS_M, gamma=0.05, nesterov=nesterov)
+        question.tune(f"MARS-M, γ .05{what}", arm, BRIEF)
+    question.tune("Muon, Nesterov", ARMS["Muon, Nesterov"], BRIEF)
     question.tune("MARS-AdamW, all parameters", variants(MARS_ADAMW, everything=True), BRIEF)
     adamw = ARMS["AdamW (.95, .99)"]
     question.tune("AdamW", adamw, BRIEF)

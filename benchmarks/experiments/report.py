@@ -194,6 +194,11 @@ def of_tasks(runs: list[Run], make: Callable[[list[Run]], str], names: tuple = T
     return "\n\n".join(f"**{titles[key]}**\n\n{make(own)}" for key, own in tasks.items())
 
 
+def of_sizes(runs: list[Run], make: Callable[[list[Run]], str]) -> str:
+    """A table for the first task of each size."""
+    return of_tasks([run for own in first_tasks(runs) for run in own], make)
+
+
 def comparison(runs: list[Run]) -> str:
     """Arms from the least loss to the greatest, beside the best AdamW."""
     arms = tune_arms(runs)
@@ -212,7 +217,9 @@ def comparison(runs: list[Run]) -> str:
             "" if arm is reference else with_spread(*difference(arm, reference), sign="+"),
             number(share, 2),
         ]
-        return cells + [number(share * seconds[label] / seconds[best], 2)] * timed
+        if timed:
+            cells.append(number(share * seconds[label] / seconds[best], 2))
+        return cells
 
     header = ["", "best rate", "final loss", "seeds", "− AdamW", "steps", *["time"] * timed]
     ranked = sorted(arms.items(), key=lambda item: item[1].mean)
@@ -242,6 +249,8 @@ def by_batch(runs: list[Run]) -> str:
     for label in next(iter(batches.values())):
         cells = [
             with_spread(*difference(arms[label], arms[baseline(arms)]), sign="+")
+            if label in arms
+            else "–"
             for arms in batches.values()
         ]
         rows.append([label, *cells])
@@ -255,13 +264,13 @@ def by_length(runs: list[Run]) -> str | None:
 
 
 def of_several_lengths(runs: list[Run]) -> list[Run]:
-    """Runs of the first size, of the arms with more than one length."""
+    """Runs of the first size, of the arms with more than one length, in the first task's order."""
     own = [run for run in runs if run["size"] == runs[0]["size"]]
-    several = {
+    several = [
         arm for (arm,), group_ in group(own, "arm").items() if len(group(group_, "steps")) > 1
-    }
+    ]
     own = [run for run in own if run["arm"] in several]
-    return sorted(own, key=lambda run: run["steps"])
+    return sorted(own, key=lambda run: (several.index(run["arm"]), run["steps"]))
 
 
 def by_gamma(runs: list[Run]) -> str:
@@ -567,7 +576,7 @@ TABLES = {
         )
         for name in variance_reduction.MEASURES
     },
-    "optimizers": Item("optimizers", _of_runs(lambda runs: of_tasks(runs, comparison))),
+    "optimizers": Item("optimizers", _of_runs(lambda runs: of_sizes(runs, comparison))),
     "lengths": Item("optimizers", _of_runs(by_length)),
     "gamma": Item("gamma", _of_runs(lambda runs: of_tasks(runs, by_gamma))),
     "rates": Item("rates", _of_runs(lambda runs: of_tasks(runs, stability))),
