@@ -33,11 +33,12 @@ OPTIMIZERS = {
     "MARS-M, Gram form": mars_optax.mars_m(1e-3, ns_gram=True),
 }
 STEPS_OF = (
-    "AdamW (.95, .99)",
-    "NAdamW (.95, .99)",
+    "AdamW (.9, .95)",
+    "NAdamW (.9, .95)",
     "MARS-AdamW",
     "MARS-AdamW exact",
     "Muon",
+    "Muon, Nesterov",
     "MARS-M",
     "MARS-M exact",
 )

@@ -31,7 +31,15 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 PAGE, ASSETS = ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
 TASK = ("size", "steps", "batch")
 BASELINE = "AdamW"  # of the arms whose labels begin so, the best
-SHOWN_CURVES = ("AdamW (.95, .99)", "NAdamW (.95, .99)", "Muon", "MARS-AdamW", "MARS-M")
+SHOWN_CURVES = (
+    "AdamW (.9, .95)",
+    "NAdamW (.9, .95)",
+    "MARS-AdamW",
+    "MARS-AdamW (.9, .95), γ .1",
+    "Muon",
+    "Muon, Nesterov",
+    "MARS-M",
+)
 FACTORS = (2, 4, 8, 16)  # of the best rate, in the table of stability
 
 
@@ -410,9 +418,11 @@ def curves_figure(runs: list[Run]) -> Figure:
     tasks = first_tasks(runs)
     figure, axes = panels(len(tasks), 4.7)
     for axis, own in zip(axes, tasks, strict=True):
-        for label, arm in tune_arms(r for r in own if r["arm"] in SHOWN_CURVES).items():
-            step, loss = arm.curve[len(arm.curve) // 10 :].T
-            axis.plot(step, loss, label=f"{label}: {arm.mean:.3f}", linewidth=1.5)
+        arms = tune_arms(r for r in own if r["arm"] in SHOWN_CURVES)
+        for place, label in enumerate(SHOWN_CURVES):
+            if (arm := arms.get(label)) is not None:
+                step, loss = arm.curve[len(arm.curve) // 10 :].T
+                axis.plot(step, loss, f"C{place}", label=f"{label}: {arm.mean:.3f}", linewidth=1.5)
         axis.set(xlabel="step", ylabel="validation loss")
         axis.legend(frameon=False, fontsize="small")
         axis.set_title(f"{own[0]['size']}, batch {own[0]['batch']}", fontsize="medium")
