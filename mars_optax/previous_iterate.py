@@ -78,10 +78,11 @@ def exact(
     gradients where `prev_grad=` is passed beside them, which is silently wrong.
 
     Non-finite gradients: guard with ``exact(optax.apply_if_finite(inner, n))``. A non-finite entry
-    in either gradient then loses exactly that step: a bad `prev_grad` makes the gradient handed to
-    `inner` NaN, so that the guard counts it, and `prev_params` stay. Where no guard inside rejects
-    a step whose `prev_grad` alone is not finite (``optax.apply_if_finite(exact(inner), n)`` does
-    not see it), the update is zero and the state stays.
+    in either gradient, or a leaf whose sum overflows, then loses exactly that step: a bad
+    `prev_grad` makes the gradient handed to `inner` NaN, so that the guard counts it, and
+    `prev_params` stay. Where no guard inside rejects a step whose `prev_grad` alone is not finite
+    (``optax.apply_if_finite(exact(inner), n)`` does not see it), the update is zero and the state
+    stays.
 
     Args:
         inner: The optimizer, with ``mars_vr(exact=True)`` or another link in it that takes
@@ -182,8 +183,9 @@ def value_and_grads(
         has_aux: Whether `loss_fn` returns auxiliary data too.
         micro_batches: How many parts the batch is taken in, one after another. The batch is all
             positional arguments but the parameters, split along their first axes (every n-th entry
-            makes a part, so that a sharded batch stays where it is); what all parts share goes in
-            by keyword. None: both gradients on the whole batch.
+            makes a part, so that a sharded batch stays where it is, if each part has an entry for
+            every device); what all parts share goes in by keyword. None: both gradients on the
+            whole batch.
 
     Returns:
         A function ``fn(*args, state, **kwargs) -> (value, MarsGrads)``, or ``((value, aux),
@@ -210,7 +212,7 @@ def value_and_grads(
     """
     if micro_batches is not None:
         remedy = "use an integer of at least 1, or None for the whole batch"
-        valid = lambda n: isinstance(n, int) and n >= 1  # noqa: E731
+        valid = lambda n: isinstance(n, int | np.integer) and bool(n >= 1)  # noqa: E731
         _checks.check_number("micro_batches", micro_batches, valid, remedy)
     value_and_grad = jax.value_and_grad(loss_fn, argnums, has_aux)
     grad_only = jax.grad(loss_fn, argnums, has_aux)
@@ -230,7 +232,9 @@ def value_and_grads(
 
             XLA may else interleave them, and hold the activations of both at once.
             """
-            grad, earlier = jax.lax.optimization_barrier((grad, prev_params))
+            earlier = prev_params
+            if len({varying(leaf) for leaf in jax.tree.leaves((grad, earlier))}) == 1:
+                grad, earlier = jax.lax.optimization_barrier((grad, earlier))
             args = list(args)
             for i, value in zip(indices, (earlier,) if single else earlier, strict=True):
                 args[i] = value
@@ -381,6 +385,14 @@ def multi_steps(
         return updates.grad, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def varying(x: Any) -> frozenset:
+    """The axes of an enclosing `jax.shard_map` over which `x` differs; barriers want them alike."""
+    kind: Any = jax.typeof(x)
+    if hasattr(kind, "vma"):  # in older JAX
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from mars_optax import _checks
 from mars_optax.dimension_numbers import WeightDimensionNumbers, matrix_axes, resolve
-from mars_optax.previous_iterate import reject_pair
+from mars_optax.previous_iterate import reject_pair, varying
 
 
 class MarsVRState(NamedTuple):
@@ -137,6 +137,7 @@ def mars_vr(
         previous = _previous_gradient(updates, state, prev_grad, exact)
         scale = _correction_scale(gamma(state.count) if callable(gamma) else gamma, b1)
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
+        grads = [None if g is None else jnp.asarray(g) for g in grads]
         previous_leaves = jax.tree.leaves(previous, is_leaf=_checks.is_none)
         numbers = resolve(weight_dimension_numbers, updates)
         corrected, stored, sizes = [], [], []
@@ -235,7 +236,7 @@ def mars_momentum(
             dtype = jnp.promote_types(jnp.result_type(g, ema), jnp.float32)
             new = b1 * ema.astype(dtype) + (1 - b1) * g.astype(dtype)
             new, total = _hold(new, _sum_of_tensors(new, None))
-            m = (1 - gamma) * new + gamma * g
+            m = (1 - gamma) * new + gamma * g.astype(dtype)
             return m.astype(g.dtype), _store(new, ema, None, total)
 
         grads, structure = jax.tree.flatten(updates, is_leaf=_checks.is_none)
@@ -327,7 +328,7 @@ def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     On TPUs the pass that sums leaves a copy on chip: XLA reads buffers that it may overwrite from
     HBM each time, 40 bytes for a parameter of MARS-AdamW instead of 36.
     """
-    if not isinstance(x, jax.core.Tracer):  # no program to arrange
+    if not isinstance(x, jax.core.Tracer) or varying(x) != varying(total):  # nothing to arrange
         return x, total
 
     def copy(x, total):
@@ -340,7 +341,7 @@ def _hold(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _after(size: jax.Array | None, scale: Any) -> Any:
     """`scale`, as if it depended on the size: then XLA's CPU backend is done with one tensor before
     it corrects the next, in memory that is still cached. Other backends would lose by an order."""
-    if not isinstance(size, jax.core.Tracer):
+    if not isinstance(size, jax.core.Tracer) or varying(size):  # by which all others would vary
         return scale
     wait = lambda n: jnp.where(jnp.any(n < 0), 1.0, 0.0)  # noqa: E731  # 0, but XLA cannot know
     return scale + jax.lax.platform_dependent(size, cpu=wait, default=lambda n: jnp.zeros(()))
@@ -353,7 +354,8 @@ def _clip(corrected: list, squared_norms: list, clip_norm: Any, scope: str) -> l
         squared_norms = [total] * len(squared_norms)
 
     def clip(c, squared):
-        return c / jnp.maximum(1.0, jnp.sqrt(squared) / clip_norm).astype(squared.dtype)
+        norm = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1)), squared)
+        return c / jnp.maximum(1.0, norm / clip_norm).astype(squared.dtype)
 
     pairs = zip(corrected, squared_norms, strict=True)
     return [None if c is None else clip(c, squared) for c, squared in pairs]
@@ -363,6 +365,8 @@ def _store(
     new: jax.Array, old: jax.Array, spec: MuonDimensionNumbers | None, total: jax.Array
 ) -> jax.Array:
     """`new` in the dtype of `old`, or `old` for each tensor whose `total` is not finite."""
+    if new.dtype == jnp.float32 and old.dtype == jnp.bfloat16:  # whose range ends 0.4 % earlier
+        new = jnp.clip(new, jnp.finfo(old.dtype).min, jnp.finfo(old.dtype).max)
     stored = jnp.asarray(new, old.dtype)
     if jnp.finfo(old.dtype).maxexp < jnp.finfo(new.dtype).maxexp:  # it may still overflow
         total = _sum_of_tensors(stored, spec)

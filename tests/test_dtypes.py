@@ -10,6 +10,7 @@ import oracle
 import pytest
 
 import mars_optax
+from mars_optax import mars_vr
 
 FACTORIES = {kind: getattr(mars_optax, f"mars_{kind}") for kind in oracle.KINDS}
 EVERY_KIND = pytest.mark.parametrize("kind", oracle.KINDS)
@@ -261,3 +262,33 @@ def test_orthogonalization_in_another_dtype_returns_the_dtype_of_its_input():
     assert high.dtype == BF16
     expected = oracle.orthogonalize(np.asarray(low_input).astype(np.float64))
     np.testing.assert_allclose(np.asarray(high).astype(np.float64), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_momentum_of_half_precision_gradients_is_not_rounded_before_the_sum():
+    """Both terms are near 3e-8, half of float16's smallest number, and their sum is above it."""
+    momentum = mars_optax.mars_momentum(0.025, 0.95)
+    g = jnp.full(1, 6e-7, jnp.float16)
+    m, _ = momentum.update(g, momentum.init(jnp.zeros(1, jnp.float32)))
+    exact = (0.975 * 0.05 + 0.025) * float(g[0])
+    assert m[0] == jnp.float16(exact) > 0
+
+
+def test_a_gradient_beyond_bfloat16_is_stored_as_its_largest_number():
+    vr = mars_vr(0.0, clip_norm=None, grad_dtype=jnp.bfloat16)
+    _, state = vr.update(jnp.array([3.4e38, 0.0]), vr.init(jnp.zeros(2)))
+    corrected, _ = vr.update(jnp.ones(2), state)
+    np.testing.assert_array_equal(corrected, jnp.ones(2))
+
+
+def test_a_number_is_a_tensor():
+    vr = mars_vr(0.5, 0.9, clip_norm=None)
+    _, state = vr.update(1.0, vr.init(0.0))
+    corrected, _ = vr.update(2.0, state)
+    assert corrected == 2 + 4.5 * (2 - 1)
+
+
+def test_the_clip_of_a_zero_gradient_has_a_derivative():
+    """A small correction is not clipped, so that it grows by 1 + k with the gradient."""
+    vr = mars_vr(0.5, 0.9, clip_norm=1e-3)
+    slope = jax.grad(lambda g: vr.update(g, vr.init(g))[0].sum())(jnp.zeros(2))
+    np.testing.assert_allclose(slope, 1 + 4.5, rtol=1e-6)
