@@ -42,7 +42,7 @@ def test_hbm_bytes_of_the_yardstick_and_of_ours():
     of = {name: row["hbm_bytes_per_parameter"] for name, row in rows.items()}
     assert of["optax.adamw"] == pytest.approx(28, abs=0.01)
     # 36 is what has to be read and written, so that each buffer is read once.
-    assert 36 <= of["mars_adamw"] <= 36.5
+    assert 36 <= of["mars_adamw"] <= 37  # 36.1 with 12 layers
     assert 36 <= of["mars_adamw, no clip"] <= 36.1
     flops = {name: row["flops_per_parameter"] for name, row in rows.items()}
     assert flops["optax.adamw"] == pytest.approx(15, abs=0.01)
