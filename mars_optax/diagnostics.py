@@ -87,7 +87,7 @@ def diagnostics(
         gamma, b1, clip_norm, clip_scope, weight_dimension_numbers: Those of the optimizer.
 
     Returns:
-        A :class:`MarsDiagnostics`. At the first step, where there is nothing to compare with,
+        A :class:`mars_optax.diagnostics.MarsDiagnostics`. At the first step, where there is nothing to compare with,
         `cosine` is 0 in approximate mode.
 
     Raises:
