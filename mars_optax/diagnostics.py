@@ -87,8 +87,8 @@ def diagnostics(
         gamma, b1, clip_norm, clip_scope, weight_dimension_numbers: Those of the optimizer.
 
     Returns:
-        A :class:`mars_optax.diagnostics.MarsDiagnostics`. At the first step, where there is nothing to compare with,
-        `cosine` is 0 in approximate mode.
+        A :class:`mars_optax.diagnostics.MarsDiagnostics`. At the first step, where there is nothing
+        to compare with, `cosine` is 0 in approximate mode.
 
     Raises:
         ValueError: `state` holds no or several MARS states, or no momentum beside it; `updates`
