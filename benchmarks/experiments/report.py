@@ -476,7 +476,7 @@ def gammas_figure(runs: list[Run]) -> Figure:
 
 def batches_figure(runs: list[Run]) -> Figure:
     """Each arm's difference from AdamW at the same batch size, both at their best rates."""
-    figure, (axis,) = panels(1, 7)
+    figure, (axis,) = panels(1, 8.5)
     lines: dict[str, list] = {}
     for (batch,), own in sorted(group(runs, "batch").items()):
         arms = tune_arms(own)
@@ -490,7 +490,7 @@ def batches_figure(runs: list[Run]) -> Figure:
     ticks = sorted({run["batch"] for run in runs})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set(xlabel="sequences in a batch", ylabel="final loss − AdamW's")
-    axis.legend(frameon=False, fontsize="small")
+    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -499,14 +499,14 @@ def lengths_figure(runs: list[Run]) -> Figure | None:
     several = of_several_lengths(runs)
     if not several:
         return None
-    figure, (axis,) = panels(1, 7)
+    figure, (axis,) = panels(1, 8.5)
     for (label,), own in group(several, "arm").items():
         _errorbars(axis, [(s, tune(r)) for (s,), r in group(own, "steps").items()], label)
     axis.set_xscale("log", base=2)
     ticks = sorted({run["steps"] for run in several})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set(xlabel="steps of the run", ylabel="final validation loss")
-    axis.legend(frameon=False, fontsize="small")
+    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
