@@ -152,9 +152,10 @@ def test_other_figures():
     assert lines[1] == ["AdamW (.9, .95)", "AdamW (.95, .99)", "MARS-M", "Lion"]
     curves = report.curves_figure(RUNS + [r | {"size": "demo"} for r in RUNS]).axes
     assert [line.get_label() for line in curves[0].lines] == [
-        "AdamW (.95, .99): 2.500",
+        "AdamW (.9, .95): 2.100",
         "MARS-M: 1.600",
     ]
+    assert [line.get_color() for line in curves[1].lines] == ["C0", "C6"]  # in every panel
     assert len(curves) == 2
     figure = report.seeds_figure(RUNS + sweep("AdamW, longer", [0.1, 0.2], steps=200))
     dots = report.plotted(figure)
