@@ -38,11 +38,11 @@ print(json.dumps({n: t.measure(optimizers[n], shapes, t.mesh(devices)) for n in 
 
 @NEEDS_LIBTPU
 def test_hbm_bytes_of_the_yardstick_and_of_ours():
-    rows = measured(2, 1, "optax.adamw", "mars_adamw", "mars_adamw, no clip")
+    rows = measured(12, 1, "optax.adamw", "mars_adamw", "mars_adamw, no clip")
     of = {name: row["hbm_bytes_per_parameter"] for name, row in rows.items()}
     assert of["optax.adamw"] == pytest.approx(28, abs=0.01)
     # 36 is what has to be read and written, so that each buffer is read once.
-    assert 36 <= of["mars_adamw"] <= 37  # 36.1 with 12 layers
+    assert 36 <= of["mars_adamw"] <= 36.5
     assert 36 <= of["mars_adamw, no clip"] <= 36.1
     flops = {name: row["flops_per_parameter"] for name, row in rows.items()}
     assert flops["optax.adamw"] == pytest.approx(15, abs=0.01)

@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ import numpy as np
 import optax
 
 import mars_optax
+from benchmarks.update import interleaved
 from examples.nanogpt import data, model, optimizers
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -194,12 +194,9 @@ def _mars(arm: Arm, rates: optax.Schedule, given: dict) -> optax.GradientTransfo
             rates, *optimizers.FALLBACK_BETAS, weight_decay=DECAY, mask=optimizers.is_matrix,
             nesterov=True,
         )  # fmt: skip
-        tx = optax.partition({True: tx, False: adam}, lambda p: _are_numbered(numbers(p), p))
+        is_numbered = lambda p: jax.tree.map(lambda _, n: n is not None, p, numbers(p))  # noqa: E731
+        tx = optax.partition({True: tx, False: adam}, is_numbered)
     return tx if arm.exact else optax.chain(CLIP, tx)
-
-
-def _are_numbered(numbers: Any, params: model.Params) -> Any:
-    return jax.tree.map(lambda _, n: n is not None, params, numbers)
 
 
 class Task(NamedTuple):
@@ -448,30 +445,32 @@ def compare_details(question: Question) -> None:
     question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), BRIEF)
 
 
+def stepper(arm: Arm, task: Task) -> Callable[[], None]:
+    """A function that takes the steps of one chunk of batches."""
+    compiled, chunk = program(arm, task), batches(0, task)[0]
+    params = jax.tree.map(jnp.copy, initial(task.size, 0))  # it is donated
+    state = compiled.init(params, 1e-3)
+
+    def steps() -> None:
+        nonlocal params, state
+        params, state, _ = jax.block_until_ready(compiled.advance(params, state, 1e-3, chunk))
+
+    return steps
+
+
 def measure_times(rounds: int = 7) -> None:
     """Seconds of a step, of all arms in turns, in results/step_times.json: on an idle machine."""
-    path, found = RESULTS / "step_times.json", {}
+    found = {}
     for size, labels in {"tiny": tuple(ARMS), "demo": FOREMOST}.items():
         task = Task(size)
-        chunk = batches(0, task)[0]
-        running = {}
-        for label in labels:
-            compiled = program.__wrapped__(ARMS[label], task)
-            params = jax.tree.map(jnp.copy, initial(size, 0))
-            running[label] = [compiled.advance, params, compiled.init(params, 1e-3)]
-        seconds: dict[str, list[float]] = {label: [] for label in labels}
-        for i in range(rounds + 1):
-            for label, (advance, params, state) in running.items():
-                start = time.perf_counter()
-                after = jax.block_until_ready(advance(params, state, 1e-3, chunk))
-                running[label][1:] = after[:2]
-                if i:  # the first one compiles
-                    seconds[label].append((time.perf_counter() - start) / len(chunk))
-        found[size] = {label: float(np.median(values)) for label, values in seconds.items()}
+        seconds = interleaved({label: stepper(ARMS[label], task) for label in labels}, rounds)
+        count = len(batches(0, task)[0])
+        found[size] = {label: float(np.median(own)) / count for label, own in seconds.items()}
         print(size, found[size], flush=True)
     versions = {"jax": jax.__version__, "optax": optax.__version__}
     settings = {"rounds": rounds, "batch": Task().batch, "versions": versions}
-    path.write_text(json.dumps({"settings": settings, "seconds": found}, indent=1) + "\n")
+    text = json.dumps({"settings": settings, "seconds": found}, indent=1)
+    (RESULTS / "step_times.json").write_text(text + "\n")
 
 
 QUESTIONS = {

@@ -80,7 +80,6 @@ class Tuned(NamedTuple):
     inside: bool  # whether lower and higher rates have been tried
     losses: dict[int, float]  # by seed
     curve: np.ndarray  # (step, loss) [N, 2], the mean over seeds
-    gradients: float  # of a whole batch, a step
 
     @property
     def mean(self) -> float:
@@ -113,7 +112,6 @@ def tune(runs: list[Run]) -> Tuned:
         min(losses) < best < max(losses),
         losses[best],
         np.mean([run["curve"] for run in own], axis=0),
-        own[0]["gradients"],
     )
 
 
@@ -391,6 +389,10 @@ def panels(count: int, width: float = 6, height: float = 4) -> tuple[Figure, lis
     return figure, axes
 
 
+def legend_beside(axis: Any) -> None:
+    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def seeds_figure(runs: list[Run]) -> Figure:
     """Each arm's final losses at its best rate, a dot for a seed, on the first task."""
     arms = sorted(tune_arms(first_tasks(runs)[0]).items(), key=lambda item: -item[1].mean)
@@ -449,7 +451,7 @@ def rates_figure(runs: list[Run]) -> Figure:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.tick_params("x", labelsize="small", rotation=45)
     axis.set(xlabel="peak learning rate", ylabel="final validation loss")
-    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    legend_beside(axis)
     return figure
 
 
@@ -490,7 +492,7 @@ def batches_figure(runs: list[Run]) -> Figure:
     ticks = sorted({run["batch"] for run in runs})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set(xlabel="sequences in a batch", ylabel="final loss − AdamW's")
-    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    legend_beside(axis)
     return figure
 
 
@@ -506,7 +508,7 @@ def lengths_figure(runs: list[Run]) -> Figure | None:
     ticks = sorted({run["steps"] for run in several})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set(xlabel="steps of the run", ylabel="final validation loss")
-    axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    legend_beside(axis)
     return figure
 
 
