@@ -517,3 +517,26 @@ def test_by_hand_fallback_with_its_own_schedule(kind):
     ours = oracle.trajectory(optimizer, jnp.array([1.0, -1.0]), grads)
     expected = [[0.9967000003, -0.99670000015], [0.995187457151, -0.997095556059]]
     np.testing.assert_allclose(ours, expected, rtol=0, atol=PRINTED)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_tensors_do_not_disturb_each_other_when_compiled(clip_norm, exact):
+    """Compiled, a tensor's correction waits for the size of the one before: for nothing else."""
+    vr = mars_optax.mars_vr(0.5, 0.9, clip_norm=clip_norm, exact=exact)
+    rng = np.random.default_rng(0)
+    # Sums of the corrections of every sign, in every place.
+    steps = [{n: rng.normal(sign, 1, (3, 2)) for n, sign in zip("abc", signs, strict=True)}
+             for signs in [(-3, -2, 1), (2, -3, -1), (-1, 3, -2), (-9, -4, 4)]]  # fmt: skip
+    state = vr.init(jax.tree.map(jnp.zeros_like, to_jax(steps[0])))
+    update = jax.jit(vr.update)
+    last = {n: np.zeros((3, 2)) for n in "abc"}
+    for g in steps:
+        corrected, state = update(
+            to_jax(g), state, **({"prev_grad": to_jax(last)} if exact else {})
+        )
+        for n in "abc":
+            c = g[n] + 0.5 * 0.9 / 0.1 * (g[n] - last[n])
+            expected = c if clip_norm is None else c / max(1, np.linalg.norm(c) / clip_norm)
+            np.testing.assert_allclose(corrected[n], expected, rtol=1e-12)
+        last = g

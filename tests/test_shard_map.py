@@ -60,6 +60,22 @@ def test_devices_with_own_and_shared_parameters(name):
         np.testing.assert_allclose(found["shared"], alone["shared"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_own_gradients_beside_a_shared_state(clip_norm):
+    vr = mars_vr(0.1, 0.9, clip_norm=clip_norm)
+    last, grads = random_tree(0)["shared"], random_tree(1)["own"]
+    _, state = vr.update(last, vr.init(last))
+
+    @jax.jit
+    @lambda f: jax.shard_map(f, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"))
+    def on_devices(grads, state):
+        return vr.update(grads[0], state)[0][None]
+
+    found = on_devices(grads, state)
+    for i in range(2):
+        np.testing.assert_allclose(found[i], vr.update(grads[i], state)[0], rtol=1e-5)
+
+
 def test_pairs_of_gradients_of_own_and_shared_parameters():
     params, earlier = random_tree(0), random_tree(1)
     optimizer = mars_optax.mars_adamw(0.1, exact=True)
