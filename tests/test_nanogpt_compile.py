@@ -152,7 +152,7 @@ def gpt2_small_on_eight_tpus(*more):
 @pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
 def test_exact_mode_holds_the_activations_of_one_gradient_at_a_time():
     exact = gpt2_small_on_eight_tpus("--exact")["peak_bytes"]
-    assert exact <= 1.1 * gpt2_small_on_eight_tpus()["peak_bytes"]
+    assert exact <= 1.02 * gpt2_small_on_eight_tpus()["peak_bytes"]  # 1.04 where they overlap
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="libtpu is not installed")
