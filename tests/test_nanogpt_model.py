@@ -255,6 +255,25 @@ def test_attention_is_causal():
     assert (np.abs(one[7:] - other[7:]).max(axis=1) > 1e-3).all()
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_attention_of_cpus_has_the_derivative_of_jaxs(dtype, tolerance):
+    """Of which masks, scales and both halves of the queries are parts."""
+    q, k, v, dy = (
+        jax.random.normal(key, (2, 7, 3, 4)).astype(dtype)
+        for key in jax.random.split(jax.random.key(0), 4)
+    )
+
+    def gradient(attention):
+        config = dataclasses.replace(TINY, attention=attention)
+        y, pull = jax.vjp(lambda *x: model.causal_attention(*x, 0.3, config, None), q, k, v)
+        return y, *pull(dy)
+
+    for one, other in zip(gradient("einsum"), gradient("xla"), strict=True):
+        assert one.dtype == other.dtype == dtype
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
+
+
 def test_dropout_needs_a_key_and_follows_it():
     graphdef, params = random_params(dataclasses.replace(TINY, dropout=0.5))
     plain, _ = random_params(TINY)
