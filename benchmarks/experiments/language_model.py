@@ -383,13 +383,13 @@ def compare_optimizers(question: Question) -> None:
 def compare_gammas(question: Question) -> None:
     for name, base in BASES.items():
         question.tune(f"{name}, γ 0", variants(base, gamma=0.0), Task())
-        for gamma in (0.001, 0.01, 0.025, 0.05, 0.1, 0.2, 1.0):
-            question.tune(f"{name}, γ {gamma:g}", variants(base, gamma=gamma), Task())
-        falling = variants(base, gamma=0.1, gamma_end=0.0)
-        question.tune(f"{name}, γ .1 to 0", falling, Task())
-        for gamma in (0.025, 0.1, 0.2, 1.0):
-            arm = variants(base, gamma=gamma, exact=True)
-            question.tune(f"{name} exact, γ {gamma:g}", arm, Task())
+        for exact in (False, True):
+            series = f"{name} exact" if exact else name
+            for gamma in (0.001, 0.01, 0.025, 0.05, 0.1, 0.2, 1.0):
+                arm = variants(base, gamma=gamma, exact=exact)
+                question.tune(f"{series}, γ {gamma:g}", arm, Task())
+            falling = variants(base, gamma=0.1, gamma_end=0.0, exact=exact)
+            question.tune(f"{series}, γ .1 to 0", falling, Task())
 
 
 BRIEF = Task(steps=STEPS // 2)
