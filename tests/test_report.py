@@ -115,6 +115,12 @@ def test_other_tables():
     assert rows[2:] == ["| Lion | 2.600 ± 0.100 (0.001, edge) | 1.900 ± 0.100 (0.002) |"]
     (bar,) = report.lengths_figure(longer).axes[0].containers
     assert list(bar.lines[0].get_xdata()) == [100, 200]
+    demo = [r for n in (100, 200) for r in sweep("Lion", [4, 3, 4], steps=n, size="demo")]
+    first, second = report.by_length(longer + demo).split("\n\n**size demo**\n\n")
+    assert first == "**size tiny**\n\n" + "\n".join(rows)
+    assert second.count("3.100") == 2
+    (bar,) = report.lengths_figure(longer + demo).axes[0].containers
+    assert list(bar.lines[0].get_ydata()) == [pytest.approx(2.6), pytest.approx(1.9)]
     gammas = [
         r
         for value in (0.0, 0.1)

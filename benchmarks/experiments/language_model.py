@@ -89,6 +89,7 @@ ARMS = {
     "MARS-Lion": Arm("mars_lion", 1e-3),
     "MARS-Shampoo": Arm("mars_shampoo", 1.6e-2),
     "MARS-M": MARS_M,
+    "MARS-M, γ .1": dataclasses.replace(MARS_M, gamma=0.1),
     "MARS-M exact": dataclasses.replace(MARS_M, exact=True),
     "MARS-M exact, γ 1": dataclasses.replace(MARS_M, exact=True, gamma=1.0),
     "MARS-SGDM": Arm("mars_sgdm", 0.5),
@@ -365,7 +366,7 @@ def variants(base: Arm, **changes: Any) -> Arm:
 
 BASES = {"MARS-AdamW": MARS_ADAMW, "MARS-M": MARS_M}
 ADAM = ("AdamW (.9, .95)", "AdamW (.95, .99)", "NAdamW (.9, .95)", "NAdamW (.95, .99)")
-OURS = ("MARS-AdamW", "MARS-AdamW (.9, .95), γ .1", "MARS-M")
+OURS = ("MARS-AdamW", "MARS-AdamW (.9, .95), γ .1", "MARS-M", "MARS-M, γ .1")
 FOREMOST = (*ADAM, "Muon", "Muon, Nesterov", *OURS)  # at other lengths and sizes too
 
 
@@ -375,9 +376,12 @@ def compare_optimizers(question: Question) -> None:
         for steps in (STEPS // 2, STEPS * 7 // 8):
             question.tune(label, ARMS[label], Task(steps=steps), start=best[label])
     for label in FOREMOST:
-        question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
-    for label in FOREMOST:
         question.tune(label, ARMS[label], Task("demo", STEPS // 2), start=best[label])
+    for label in OURS:
+        for steps in (STEPS // 4, STEPS // 3, STEPS * 5 // 12):
+            question.tune(label, ARMS[label], Task("demo", steps), start=best[label])
+    for label in FOREMOST:
+        question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
 
 
 def compare_gammas(question: Question) -> None:
@@ -396,8 +400,8 @@ BRIEF = Task(steps=STEPS // 2)
 
 
 def compare_rates(question: Question) -> None:
-    labels = ("NAdamW (.95, .99)", "MARS-AdamW", "Muon", "Muon, Nesterov", "MARS-M")
-    arms = {label: ARMS[label] for label in (*ADAM[:2], *labels)}
+    labels = ("MARS-AdamW", "Muon", "Muon, Nesterov", "MARS-M")
+    arms = {label: ARMS[label] for label in (*ADAM, *labels)}
     arms["MARS-AdamW, v from g"] = variants(MARS_ADAMW, plain_v=True)
     for label, arm in arms.items():
         for exponent in range(-1, 7):
@@ -414,10 +418,11 @@ def compare_batches(question: Question) -> None:
 def compare_exact(question: Question) -> None:
     """The correction on 1 of n parts; approximate MARS at as many gradients, over more steps."""
     for name, base in BASES.items():
-        for parts in (4, 1):
-            longer = BRIEF._replace(steps=BRIEF.steps + BRIEF.steps // parts)
+        for parts in (4, 1, 2, 8):
+            between = round(BRIEF.steps * (1 + 1 / parts) / EVALUATIONS)  # 350 steps for 337.5
+            longer = BRIEF._replace(steps=between * EVALUATIONS)
             question.tune(name, base, longer)
-            for gamma in (0.025, 1.0):
+            for gamma in (0.025, 0.1, 1.0):
                 arm = variants(base, exact=True, gamma=gamma, parts=None if parts == 1 else parts)
                 question.tune(f"{name} exact, γ {gamma:g}, 1 of {parts}", arm, BRIEF)
         question.tune(name, base, BRIEF)
@@ -440,9 +445,9 @@ def compare_details(question: Question) -> None:
         question.tune(f"MARS-M, γ .05{what}", arm, BRIEF)
     question.tune("Muon, Nesterov", ARMS["Muon, Nesterov"], BRIEF)
     question.tune("MARS-AdamW, all parameters", variants(MARS_ADAMW, everything=True), BRIEF)
-    adamw = ARMS["AdamW (.95, .99)"]
-    question.tune("AdamW", adamw, BRIEF)
-    question.tune("AdamW, WSD", variants(adamw, schedule="wsd"), BRIEF)
+    for what, label in {"": "AdamW (.95, .99)", " (.9, .95)": "AdamW (.9, .95)"}.items():
+        question.tune(f"AdamW{what}", ARMS[label], BRIEF)
+        question.tune(f"AdamW{what}, WSD", variants(ARMS[label], schedule="wsd"), BRIEF)
 
 
 def stepper(arm: Arm, task: Task) -> Callable[[], None]:

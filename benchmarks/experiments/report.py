@@ -264,19 +264,15 @@ def by_batch(runs: list[Run]) -> str:
 
 
 def by_length(runs: list[Run]) -> str | None:
-    """Final losses of runs of several lengths, of the first size."""
+    """Final losses of runs of several lengths, a table for each size."""
     several = of_several_lengths(runs)
-    return pivot(several, "arm", "steps") if several else None
+    return of_tasks(several, lambda own: pivot(own, "arm", "steps"), ("size",)) if several else None
 
 
 def of_several_lengths(runs: list[Run]) -> list[Run]:
-    """Runs of the first size, of the arms with more than one length, in the first task's order."""
-    own = [run for run in runs if run["size"] == runs[0]["size"]]
-    several = [
-        arm for (arm,), group_ in group(own, "arm").items() if len(group(group_, "steps")) > 1
-    ]
-    own = [run for run in own if run["arm"] in several]
-    return sorted(own, key=lambda run: (several.index(run["arm"]), run["steps"]))
+    """Runs of the arms that have more than one length at their size."""
+    arms = [own for own in group(runs, "size", "arm").values() if len(group(own, "steps")) > 1]
+    return [run for own in arms for run in sorted(own, key=lambda run: run["steps"])]
 
 
 def by_gamma(runs: list[Run]) -> str:
@@ -364,17 +360,23 @@ def of_images(runs: list[Run]) -> str:
 
 
 def partial_errors(results: dict[str, Any]) -> list[list[str]]:
+    """A line for each estimator, a column for each cost."""
+    lines = partial_lines(results)
+    costs = sorted({cost for own in lines.values() for cost in own})
+    body = [[name, *(number(own.get(c, math.nan)) for c in costs)] for name, own in lines.items()]
+    return [["error of m", *(f"{cost:g} gradients" for cost in costs)], *body]
+
+
+def partial_lines(results: dict[str, Any]) -> dict[str, dict[float, float]]:
     """Least errors of the momentum at the cost of 1 + 1/n gradients, over the EMA's at cost 1."""
     rows = results["rows"]
-    costs = sorted({row["gradients"] for row in rows})
     one = next(row["error"] for row in rows if row["gradients"] == 1)
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
         is_ema = row["estimator"] == "EMA"
         label = "EMA, larger batch" if is_ema else f"exact, γ {row['gamma']:g}"
         lines.setdefault(label, {})[row["gradients"]] = row["error"] / one
-    body = [[name, *(number(own.get(c, math.nan)) for c in costs)] for name, own in lines.items()]
-    return [["error of m", *(f"{cost:g} gradients" for cost in costs)], *body]
+    return lines
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -497,8 +499,8 @@ def batches_figure(runs: list[Run]) -> Figure:
 
 
 def lengths_figure(runs: list[Run]) -> Figure | None:
-    """Final loss against the steps of the whole run."""
-    several = of_several_lengths(runs)
+    """Final loss against the steps of the whole run, at the first size."""
+    several = [run for run in of_several_lengths(runs) if run["size"] == runs[0]["size"]]
     if not several:
         return None
     figure, (axis,) = panels(1, 8.5)
@@ -526,11 +528,42 @@ def gradients_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def _errorbars(axis: Any, points: list[tuple[float, Tuned]], label: str) -> None:
+def partial_figure(results: dict[str, Any]) -> Figure:
+    """The errors of `partial_lines` against their cost."""
+    figure, (axis,) = panels(1, 7.5)
+    for label, own in partial_lines(results).items():
+        axis.plot(*zip(*sorted(own.items()), strict=True), marker="o", ms=4, label=label)
+    axis.set(xlabel="gradients of a whole batch in a step", ylabel="error of m over the EMA's")
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    legend_beside(axis)
+    return figure
+
+
+def flops_figure(results: dict[str, Any]) -> Figure | None:
+    """Final loss against the FLOPs of whole runs, of all lengths; a panel for each size."""
+    if (of_optimizers := read("optimizers")) is None:
+        return None
+    sizes = group(of_optimizers["runs"], "size")
+    figure, axes = panels(len(sizes), 5)
+    for axis, ((size,), own) in zip(axes, sizes.items(), strict=True):
+        for place, (label, flops) in enumerate(results["steps"][size].items()):
+            lengths = group([run for run in own if run["arm"] == label], "steps")
+            points = [(flops * steps, tune(runs)) for (steps,), runs in sorted(lengths.items())]
+            _errorbars(axis, points, label, f"C{place}")
+        axis.set(xlabel="FLOPs of the run", ylabel="final validation loss")
+        axis.set_title(size, fontsize="medium")
+    legend_beside(axes[-1])
+    return figure
+
+
+def _errorbars(
+    axis: Any, points: list[tuple[float, Tuned]], label: str, color: str | None = None
+) -> None:
     x = [value for value, _ in points]
     means = [arm.mean for _, arm in points]
     spreads = np.nan_to_num([arm.spread for _, arm in points])
-    axis.errorbar(x, means, spreads, marker="o", ms=4, capsize=3, label=label)
+    axis.errorbar(x, means, spreads, marker="o", ms=4, capsize=3, label=label, color=color)
 
 
 def plotted(figure: Figure) -> list[list[list[float]]]:
@@ -614,7 +647,9 @@ FIGURES = {
     "rates": Item("rates", _of_runs(rates_figure), "Final loss against the learning rate"),
     "batch": Item("batch", _of_runs(batches_figure), "Distance to AdamW against the batch size"),
     "exact": Item("exact", _of_runs(gradients_figure), "Final loss against gradients taken"),
+    "partial_exact": Item("partial_exact", partial_figure, "Errors of m against gradients taken"),
     "details": Item("details", _of_runs(seeds_figure), "Final losses of the variants"),
+    "cost": Item("cost", flops_figure, "Final loss against FLOPs"),
     "vision": Item("vision", _of_runs(rates_figure), "Validation loss against the learning rate"),
 }
 
