@@ -372,16 +372,17 @@ FOREMOST = (*ADAM, "Muon", "Muon, Nesterov", *OURS)  # at other lengths and size
 
 def compare_optimizers(question: Question) -> None:
     best = {label: question.tune(label, arm, Task()) for label, arm in ARMS.items()}
-    for label in FOREMOST:  # shortened runs, without which a speed-up is only read off a curve
-        for steps in (STEPS // 2, STEPS * 7 // 8):
-            question.tune(label, ARMS[label], Task(steps=steps), start=best[label])
-    for label in FOREMOST:
-        question.tune(label, ARMS[label], Task("demo", STEPS // 2), start=best[label])
-    for label in OURS:
-        for steps in (STEPS // 4, STEPS // 3, STEPS * 5 // 12):
-            question.tune(label, ARMS[label], Task("demo", steps), start=best[label])
-    for label in FOREMOST:
-        question.tune(label, ARMS[label], Task(steps=3 * STEPS), start=best[label])
+
+    def again(labels: tuple[str, ...], *tasks: Task) -> None:
+        for label in labels:
+            for task in tasks:
+                question.tune(label, ARMS[label], task, start=best[label])
+
+    # Shortened runs, without which a speed-up is only read off a curve.
+    again(FOREMOST, Task(steps=STEPS // 2), Task(steps=STEPS * 7 // 8))
+    again(FOREMOST, Task("demo", STEPS // 2))
+    again(OURS, *(Task("demo", steps) for steps in (STEPS // 4, STEPS // 3, STEPS * 5 // 12)))
+    again(FOREMOST, Task(steps=3 * STEPS))
 
 
 def compare_gammas(question: Question) -> None:
@@ -419,8 +420,8 @@ def compare_exact(question: Question) -> None:
     """The correction on 1 of n parts; approximate MARS at as many gradients, over more steps."""
     for name, base in BASES.items():
         for parts in (4, 1, 2, 8):
-            between = round(BRIEF.steps * (1 + 1 / parts) / EVALUATIONS)  # 350 steps for 337.5
-            longer = BRIEF._replace(steps=between * EVALUATIONS)
+            chunk = round(BRIEF.steps * (1 + 1 / parts) / EVALUATIONS)  # 350 steps for 337.5
+            longer = BRIEF._replace(steps=chunk * EVALUATIONS)
             question.tune(name, base, longer)
             for gamma in (0.025, 0.1, 1.0):
                 arm = variants(base, exact=True, gamma=gamma, parts=None if parts == 1 else parts)

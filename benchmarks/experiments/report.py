@@ -211,7 +211,7 @@ def comparison(runs: list[Run]) -> str:
     best = baseline(arms)
     reference = arms[best]
     seconds = (read("step_times") or {"seconds": {}})["seconds"].get(runs[0]["size"], {})
-    timed = best in seconds
+    timed = all(label in seconds for label in arms)
 
     def row(label: str, arm: Tuned) -> list[str]:
         share = share_of_steps(arm, reference)
@@ -224,7 +224,7 @@ def comparison(runs: list[Run]) -> str:
             number(share, 2),
         ]
         if timed:
-            cells.append(number(share * seconds.get(label, math.nan) / seconds[best], 2))
+            cells.append(number(share * seconds[label] / seconds[best], 2))
         return cells
 
     header = ["", "best rate", "final loss", "seeds", "− AdamW", "steps", *["time"] * timed]
