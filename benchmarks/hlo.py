@@ -1,9 +1,10 @@
-"""What a compiled program does, read from its text: HBM traffic, collectives."""
+"""What a program does: operations from its jaxpr, HBM traffic and collectives from its HLO."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 COLLECTIVES = (
     "all-gather",
@@ -20,7 +21,40 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _COLLECTIVE = re.compile(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_UPDATE = "dynamic-update-slice"
+_IS_NO_WORK = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer)"')
 _MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+
+
+def matrix_flops(jaxpr: Any, unrolled: bool = True) -> float:
+    """2 m n k of every matrix product in a program, each as often as its loops run.
+
+    XLA's own count takes the body of a loop once, as does this one where not `unrolled`.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+            continue
+        inner = [matrix_flops(sub, unrolled) for sub in _programs_in(equation.params)]
+        match equation.primitive.name:
+            case "scan":
+                total += (equation.params["length"] if unrolled else 1) * sum(inner)
+            case "cond":
+                total += max(inner)
+            case _:
+                total += sum(inner)
+    return total
+
+
+def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -69,7 +103,8 @@ def hbm_bytes(text: str) -> int:
 
     Of each instruction, the operands and results that have no on-chip memory space, S(n), in their
     layout; of an asynchronous copy or slice only its HBM side. A fusion that slices an operand
-    reads the slice. Bodies of loops count once for each trip.
+    reads the slice, and one that updates a slice in place writes the slice. Bodies of loops count
+    once for each trip.
     """
     computations, entry = _parse(text)
     return _traffic(computations, entry)
@@ -82,7 +117,7 @@ def _traffic(computations: "Computations", name: str) -> int:
     for i in instructions:
         if i.opcode in _MOVES_NOTHING or i.opcode.endswith("-done"):
             continue
-        if i.opcode == "custom-call" and 'custom_call_target="ConcatBitcast"' in i.rest:
+        if i.opcode == "custom-call" and _IS_NO_WORK.search(i.rest):
             continue
         if i.opcode == "while":
             (body,) = i.called("body")
@@ -91,24 +126,41 @@ def _traffic(computations: "Computations", name: str) -> int:
             total += _hbm(i.type)
         elif i.opcode == "slice-start":  # ((source), slice, flag)
             total += _sizes(i.type)[1][0]
-        else:
-            total += _hbm(i.type)
-            fused = list(i.called("calls")) if i.opcode == "fusion" else []
+        elif i.opcode == "fusion":
+            fused = computations[next(i.called("calls"))]
+            total += _written_by(fused)
             for index, operand in enumerate(i.operands):
-                full = _hbm(types.get(operand, ""))
-                if full and fused:
-                    full = min(full, _read_of_parameter(computations[fused[0]], index))
-                total += full
+                if full := _hbm(types.get(operand, "")):
+                    total += min(full, _read_of_parameter(fused, index))
+        else:
+            total += _hbm(i.type) + sum(_hbm(types.get(operand, "")) for operand in i.operands)
     return total
+
+
+def _written_by(fused: "list[_Instruction]") -> int:
+    """Bytes of a fusion's results, or of the slices that it updates."""
+    by_name = {i.name: i for i in fused}
+    root = fused[-1]
+    roots = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(
+        min(_hbm(i.type), _size_of(by_name[i.operands[1]])) if i.opcode == _UPDATE else _hbm(i.type)
+        for i in roots
+    )
 
 
 def _read_of_parameter(fused: "list[_Instruction]", index: int) -> float:
     """Bytes of a fusion's operand that it reads: those of its slices, where it only slices it."""
     name = next(i.name for i in fused if i.opcode == "parameter" and i.rest.startswith(f"{index})"))
     users = [i for i in fused if name in i.operands]
-    if users and all(i.opcode in ("slice", "dynamic-slice") for i in users):
-        return sum(size for i in users for size, _ in _sizes(i.type))
+    slices = [i for i in users if i.opcode in ("slice", "dynamic-slice")]
+    updates = [i for i in users if i.opcode == _UPDATE and i.operands.index(name) == 0]
+    if users and len(slices) + len(updates) == len(users):
+        return sum(_size_of(i) for i in slices)
     return math.inf
+
+
+def _size_of(instruction: "_Instruction") -> int:
+    return sum(size for size, _ in _sizes(instruction.type))
 
 
 def _trips(computations: "Computations", loop: "_Instruction") -> int:

@@ -26,6 +26,7 @@ _EPS = 1e-8  # the authors' term beside the norm: a zero matrix stays zero
 _RESTART = 3  # steps on one Gram matrix: with more, bfloat16's rounding of it grows too large
 _SMALL = 64  # rows below which work does not matter: there PyTorch's roundings are repeated
 _HALVE = 256  # rows from which a symmetric product is worth computing by halves
+_PART = 2**24  # bytes that are iterated on at once: with what comes of them they fit on a TPU chip
 _FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
 
 
@@ -271,7 +272,9 @@ def _stacked(axes: list[MatrixAxes], iteration: _Iteration) -> Callable[..., lis
     """A function of arrays whose matrices have one shape, or its transpose."""
 
     def run(*arrays):
-        matrices = [_to_matrices(x, a) for x, a in zip(arrays, axes, strict=True)]
+        matrices = [
+            _narrowed(_to_matrices(x, a), iteration) for x, a in zip(arrays, axes, strict=True)
+        ]
         by_shape: dict[Any, list[int]] = {}
         for i, x in enumerate(matrices):
             by_shape.setdefault(x.shape[1:], []).append(i)
@@ -300,6 +303,14 @@ def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array
     order = axes.batch + axes.reduction + axes.output
     permuted = y.reshape([like.shape[axis] for axis in order])
     return permuted.transpose(np.argsort(order)).astype(like.dtype)
+
+
+def _narrowed(x: jax.Array, iteration: _Iteration) -> jax.Array:
+    """In the dtype of the iteration where that has the same range: stored and sent at half size."""
+    dtype = x.dtype if iteration.dtype is None else jnp.dtype(iteration.dtype)
+    of_one_kind = jnp.iscomplexobj(x) == jnp.issubdtype(dtype, jnp.complexfloating)
+    same_range = of_one_kind and jnp.finfo(dtype).maxexp == jnp.finfo(x.dtype).maxexp
+    return x.astype(dtype) if same_range and dtype.itemsize < x.dtype.itemsize else x
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -344,12 +355,9 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
     The stack is resharded as a whole, to whole matrices and back: XLA finds the shardings of the
     parameters where they are left free.
     """
-    dtype = stack.dtype if iteration.dtype is None else jnp.dtype(iteration.dtype)
-    if jnp.finfo(dtype).maxexp == jnp.finfo(stack.dtype).maxexp and dtype.kind == stack.dtype.kind:
-        stack = stack.astype(min(dtype, stack.dtype, key=lambda d: d.itemsize))  # sent at half size
     axes = _mesh_axes()
     if not axes:
-        return _newton_schulz(stack, iteration)
+        return _in_parts(stack, iteration)
     count, sizes = len(stack), jax.sharding.get_abstract_mesh().shape
     padding = -count % math.prod(sizes[name] for name in axes)
     stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
@@ -361,6 +369,17 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
     for i in reversed(range(1, len(axes))):
         stack = _share_out(stack, axes[:i], _FREE)
     return _together(stack)[:count] if padding else stack
+
+
+def _in_parts(stack: jax.Array, iteration: _Iteration) -> jax.Array:
+    """Newton–Schulz in a loop over parts of the stack that are small enough for fast memory."""
+    count, of_one = len(stack), stack[0].size * stack.dtype.itemsize
+    sizes = [n for n in range(1, count + 1) if count % n == 0 and n * of_one <= _PART]
+    size = max(sizes, default=1)
+    if size == count:
+        return _newton_schulz(stack, iteration)
+    parts = stack.reshape(count // size, size, *stack.shape[1:])
+    return jax.lax.map(lambda part: _newton_schulz(part, iteration), parts).reshape(stack.shape)
 
 
 def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:

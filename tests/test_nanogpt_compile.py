@@ -43,7 +43,7 @@ def test_operations_count_loops_as_often_as_they_run():
 
     traced = jax.jit(program).trace(jnp.ones((4, 8)))
     one = 2 * 4 * 8 * 8
-    assert compile.matrix_flops(traced.jaxpr.jaxpr) == (5 + 2 + 1) * one
+    assert hlo.matrix_flops(traced.jaxpr.jaxpr) == (5 + 2 + 1) * one
 
 
 def test_operations_of_the_model_are_those_of_its_program():
@@ -56,7 +56,7 @@ def test_operations_of_the_model_are_those_of_its_program():
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     loss = lambda params, tokens: model.loss(graphdef, params, tokens)  # noqa: E731
     traced = jax.jit(jax.grad(loss)).trace(params, tokens)
-    counted = compile.matrix_flops(traced.jaxpr.jaxpr)
+    counted = hlo.matrix_flops(traced.jaxpr.jaxpr)
     left_out = 12 * 3 * 32 * 16 / 4
     per_token = hardware.flops_per_token(shape, exact=False) - left_out
     assert counted == pytest.approx(2 * 16 * per_token, rel=1e-6)

@@ -142,6 +142,15 @@ def test_inside_shard_map_each_device_has_its_own():
     np.testing.assert_allclose(ours, f(jnp.asarray(x)), rtol=0, atol=1e-5)
 
 
+def test_stacks_move_in_the_narrower_dtype():
+    """The CPU's compiler widens what it sends, so that the program says it, not the result."""
+    narrow = scale_by_orthogonalization(ns_dtype=jnp.bfloat16)
+    with jax.set_mesh(make_mesh("fsdp", AxisType.Auto)):
+        program = jax.make_jaxpr(lambda u: narrow.update(u, optax.EmptyState())[0])(random_tree(8))
+    moved = [e for e in program.eqns if e.primitive.name == "sharding_constraint"]
+    assert moved and all(e.invars[0].aval.dtype == jnp.bfloat16 for e in moved)
+
+
 @MODES
 def test_mars_m_step(mode):
     """Parameters and states keep their shardings, values are one device's."""

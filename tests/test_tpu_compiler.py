@@ -52,7 +52,10 @@ def test_hbm_bytes_of_the_yardstick_and_of_ours():
 @NEEDS_LIBTPU
 @pytest.mark.slow
 def test_mars_m_costs_less_than_two_thirds_of_optax():
-    assert measured(1, 1, "mars_m, bfloat16")["mars_m, bfloat16"]["flops_per_parameter"] <= 11_500
+    """On chip for the most part: all twelve layers at once would move twice as much."""
+    row = measured(12, 1, "mars_m, bfloat16")["mars_m, bfloat16"]
+    assert row["flops_per_parameter"] <= 11_500
+    assert row["hbm_bytes_per_parameter"] <= 50
 
 
 @NEEDS_LIBTPU
@@ -62,6 +65,8 @@ def test_mars_m_over_eight_devices():
     row = measured(8, 8, "mars_m, bfloat16")["mars_m, bfloat16"]
     assert row["flops_per_parameter"] <= 1.1 * 11_500 / 8
     assert sum(row["collectives"].values()) <= 8 * 3
+    # An eighth of the matrices goes to and fro, in bfloat16.
+    assert row["collective_bytes_per_parameter"] <= 1.01 * 2 * 2 / 8
 
 
 # The counter, on a program of a few lines
@@ -89,6 +94,31 @@ ENTRY %main (a: f32[8,128], b: f32[1024]) -> f32[8,128] {
 """  # noqa: E501
     # a is fetched once; 256 and, within the fusion, 128 entries of b; the result is written.
     assert hlo.hbm_bytes(text) == 4 * (8 * 128 + 256 + 128 + 8 * 128)
+
+
+def test_a_slice_updated_in_place_is_what_is_written():
+    text = """HloModule test
+
+%fused (param_0: f32[4,8,128], param_1: f32[8,128]) -> (f32[4,8,128], f32[8,128]) {
+  %param_0 = f32[4,8,128]{2,1,0:T(8,128)} parameter(0)
+  %param_1 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %constant.1 = s32[] constant(3)
+  %constant.2 = s32[] constant(0)
+  %add = f32[8,128]{1,0:T(8,128)} add(%param_1, %param_1)
+  %bitcast = f32[1,8,128]{2,1,0:T(8,128)} bitcast(%add)
+  %update = f32[4,8,128]{2,1,0:T(8,128)} dynamic-update-slice(%param_0, %bitcast, %constant.1, %constant.2, %constant.2)
+  ROOT %tuple = (f32[4,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) tuple(%update, %add)
+}
+
+ENTRY %main (b: f32[8,128]) -> f32[4,8,128] {
+  %b = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %buffer = f32[4,8,128]{2,1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+  %fusion = (f32[4,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%buffer, %b), kind=kLoop, calls=%fused
+  ROOT %stack = f32[4,8,128]{2,1,0:T(8,128)} get-tuple-element(%fusion), index=0
+}
+"""  # noqa: E501
+    # b is read, once; the slice and the sum are written; nobody reads or writes the rest.
+    assert hlo.hbm_bytes(text) == 4 * 3 * (8 * 128)
 
 
 def test_collectives():

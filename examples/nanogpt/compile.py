@@ -8,12 +8,10 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from examples.nanogpt.tpu import ENVIRONMENT
 
@@ -124,7 +122,7 @@ def compile_step(config: Config, devices: list[jax.Device]) -> Report:
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
-        flops=matrix_flops(traced.jaxpr.jaxpr),
+        flops=hlo.matrix_flops(traced.jaxpr.jaxpr),
         model_flops=config.batch_size
         * shape.context
         * hardware.flops_per_token(shape, config.exact),
@@ -157,37 +155,6 @@ def describe(config: Config, topology: str, device: jax.Device, report: Report) 
     ] or ["  none"]
     lines.append(f"compiled in   {report.compile_seconds:.1f} s")
     return "\n".join(lines)
-
-
-def matrix_flops(jaxpr: Any) -> float:
-    """2 m n k of every matrix product in a program, each as often as its loops run.
-
-    XLA's own count takes the body of a loop once.
-    """
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
-            continue
-        inner = [matrix_flops(sub) for sub in _programs_in(equation.params)]
-        match equation.primitive.name:
-            case "scan":
-                total += equation.params["length"] * sum(inner)
-            case "cond":
-                total += max(inner)
-            case _:
-                total += sum(inner)
-    return total
-
-
-def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
 
 
 if __name__ == "__main__":
