@@ -107,6 +107,24 @@ def test_the_settings_reach_the_optimizer():
     assert embedding == pytest.approx(-fallback * (plain + 0.1), rel=1e-4)
 
 
+def test_newton_schulz_runs_in_the_dtype_of_the_products():
+    shape = ["--layers", "1", "--heads", "1", "--width", "64", "--context", "8"]
+    draw = np.random.default_rng(0)
+    _, shapes = model.define(parse(shape).model)
+    params = jax.tree.map(lambda p: jnp.asarray(draw.normal(size=p.shape), p.dtype), shapes)
+
+    def program(*flags):
+        tx = parse([*shape, *flags]).build_optimizer()
+        return str(jax.make_jaxpr(lambda p: tx.update(p, tx.init(p), p)[0])(params))
+
+    for name in ("mars_m", "mars_shampoo"):
+        assert "bf16" not in program("--optimizer", name)
+        low = program("--optimizer", name, "--dtype", "bfloat16")
+        products = [line for line in low.splitlines() if "dot_general" in line]
+        assert products and all("bf16" in line for line in products)
+    assert "bf16" not in program("--optimizer", "mars_adamw", "--dtype", "bfloat16")
+
+
 def test_gamma_goes_linearly_to_its_end():
     config = parse(["--gamma", "0.1", "--gamma-end", "0.02", "--steps", "101"])
     np.testing.assert_allclose([float(config.gammas(i)) for i in (0, 50, 100)], [0.1, 0.06, 0.02])

@@ -142,6 +142,7 @@ class Config:
             gamma=self.gammas,
             steps=self.steps,
             exact=self.exact,
+            ns_dtype=self.model.dtype,
         )
 
     @property

@@ -34,7 +34,8 @@ class GPTConfig:
     scale_by_layer: bool = False
     """Divide the attention scores of layer l by l (counted from 1), as the MARS authors do."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products. Parameters, norms, softmax and loss are always float32."""
+    """Of the matrix products, Newton–Schulz's too. Parameters, norms, softmax and loss are always
+    float32."""
     unroll: bool = False
     """Unroll the loop over layers: faster steps on a CPU, longer compilation."""
     attention: Literal["auto", "einsum", "xla", "cudnn"] = "auto"

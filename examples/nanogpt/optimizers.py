@@ -33,6 +33,7 @@ MARS = tuple(name for name in NAMES if name.startswith("mars_"))
 ScheduleName = Literal["cosine", "wsd", "constant"]
 WSD_DECAY = 0.2  # the share of the steps in which "wsd" decays
 CLIP_NORM = 1.0
+_ORTHOGONALIZING = ("mars_shampoo", "mars_m")
 
 
 class Rates(NamedTuple):
@@ -163,8 +164,12 @@ def build(
     gamma: optax.ScalarOrSchedule,
     steps: int,
     exact: bool = False,
+    ns_dtype: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer behind a clip of the gradient's global norm (in exact mode, of each of two)."""
+    """The optimizer behind a clip of the gradient's global norm (in exact mode, of each of two).
+
+    `ns_dtype` is that of our Newton–Schulz iterations, by default the gradient's, as in Optax.
+    """
     clip = optax.clip_by_global_norm(CLIP_NORM)
     if name not in MARS:
         if exact:
@@ -187,6 +192,7 @@ def build(
         adam_b2=FALLBACK_BETAS[1],
         adam_weight_decay=weight_decay,
         **({"b2": recipe.b2} if name == "mars_adamw" else {}),
+        **({"ns_dtype": ns_dtype} if name in _ORTHOGONALIZING else {}),
         **({"exact": True, "preprocess": clip} if exact else {}),
     )
     return tx if exact else optax.chain(clip, tx)
@@ -215,7 +221,7 @@ def diagnose(
 
 
 def _dimensions(name: str) -> Callable[[optax.Params], Any]:
-    return kernel_dimensions if name in ("mars_shampoo", "mars_m") else matrix_dimensions
+    return kernel_dimensions if name in _ORTHOGONALIZING else matrix_dimensions
 
 
 def _from_optax(
