@@ -131,7 +131,8 @@ def scale_by_orthogonalization(
     Matrices of one shape, or of its transpose, are stacked and iterated together. Under a mesh
     (inside ``jax.set_mesh(mesh)``, or with updates on explicit axes) the stack is split over all
     devices, so that each orthogonalizes its share; shardings of the updates stay. A count that the
-    devices do not divide is filled up with zero matrices. Without a mesh XLA decides.
+    devices do not divide is filled up with zero matrices. Without a mesh XLA decides, and a stack
+    of more than 16 MiB is taken in parts, one after the other.
 
     Args:
         ns_steps: See :func:`orthogonalize`.
@@ -373,10 +374,10 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
 
 def _in_parts(stack: jax.Array, iteration: _Iteration) -> jax.Array:
     """Newton–Schulz in a loop over parts of the stack that are small enough for fast memory."""
-    count, of_one = len(stack), stack[0].size * stack.dtype.itemsize
+    count, of_one = len(stack), math.prod(stack.shape[1:]) * stack.dtype.itemsize
     sizes = [n for n in range(1, count + 1) if count % n == 0 and n * of_one <= _PART]
     size = max(sizes, default=1)
-    if size == count:
+    if size >= count:
         return _newton_schulz(stack, iteration)
     parts = stack.reshape(count // size, size, *stack.shape[1:])
     return jax.lax.map(lambda part: _newton_schulz(part, iteration), parts).reshape(stack.shape)

@@ -223,6 +223,11 @@ def test_empty_tree():
     assert transformation.update({}, transformation.init({})) == ({}, optax.EmptyState())
 
 
+def test_empty_stack():
+    x = jnp.zeros((0, 4, 12))
+    assert orthogonalize(x, dimension_numbers=MuonDimensionNumbers(1, 2)).shape == x.shape
+
+
 @pytest.mark.parametrize("steps", [5.0, np.int64(5)])
 def test_whole_numbers_of_other_types_count_as_steps(steps):
     x = jax.random.normal(jax.random.key(0), (4, 8))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
-from mars_optax import orthogonalize, scale_by_orthogonalization
+from mars_optax import orthogonalization, orthogonalize, scale_by_orthogonalization
 
 MODES = pytest.mark.parametrize(
     "mode", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
@@ -132,14 +132,17 @@ def test_explicit_updates_without_a_mesh_in_the_context():
     np.testing.assert_allclose(ours["w"], update(tree)["w"], rtol=0, atol=1e-5)
 
 
-def test_inside_shard_map_each_device_has_its_own():
+@pytest.mark.parametrize("part", [1, orthogonalization._PART], ids=["in parts", "whole"])
+def test_inside_shard_map_each_device_has_its_own(part, monkeypatch):
     mesh = make_mesh("fsdp", AxisType.Auto)
-    x = random((8, 4, 12), 5)
+    x = random((16, 4, 12), 5)
     f = lambda x: orthogonalize(x, dimension_numbers=MuonDimensionNumbers(1, 2))  # noqa: E731
+    expected = f(jnp.asarray(x))
+    monkeypatch.setattr(orthogonalization, "_PART", part)
     with jax.set_mesh(mesh):
         local = jax.shard_map(f, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
         ours = jax.jit(local)(x)
-    np.testing.assert_allclose(ours, f(jnp.asarray(x)), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
 def test_stacks_move_in_the_narrower_dtype():
