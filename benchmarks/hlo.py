@@ -26,10 +26,10 @@ _IS_NO_WORK = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer)"')
 _MOVES_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 
 
-def matrix_flops(jaxpr: Any, unrolled: bool = True) -> float:
+def matrix_flops(jaxpr: Any) -> float:
     """2 m n k of every matrix product in a program, each as often as its loops run.
 
-    XLA's own count takes the body of a loop once, as does this one where not `unrolled`.
+    XLA's own count takes the body of a loop once.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -38,10 +38,10 @@ def matrix_flops(jaxpr: Any, unrolled: bool = True) -> float:
             depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
             total += 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
             continue
-        inner = [matrix_flops(sub, unrolled) for sub in _programs_in(equation.params)]
+        inner = [matrix_flops(sub) for sub in _programs_in(equation.params)]
         match equation.primitive.name:
             case "scan":
-                total += (equation.params["length"] if unrolled else 1) * sum(inner)
+                total += equation.params["length"] * sum(inner)
             case "cond":
                 total += max(inner)
             case _:
@@ -55,6 +55,31 @@ def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
             item = getattr(item, "jaxpr", item)
             if hasattr(item, "eqns"):
                 yield item
+
+
+def repeated_flops(text: str) -> float:
+    """2 m n k of the matrix products of a TPU program's loops, but for each loop's first trip.
+
+    That is what XLA's own count leaves out. A TPU's matrix product is a convolution, a batch axis
+    of it being spatial.
+    """
+    computations, entry = _parse(text)
+    total = 0.0
+
+    def visit(name: str, times: int) -> None:
+        nonlocal total
+        types = {i.name: i.type for i in computations[name]}
+        for i in computations[name]:
+            if i.opcode == "convolution":
+                (labels,) = re.findall(r"dim_labels=(\w+)_", i.rest)
+                depth = _shape(types[i.operands[0]])[labels.index("f")]
+                total += (times - 1) * 2.0 * depth * math.prod(_shape(i.type))
+            trips = _trips(computations, i) if i.opcode == "while" else 1
+            for called in i.called("calls", "body", "to_apply", "branch_computations"):
+                visit(called, times * trips)
+
+    visit(entry, 1)
+    return total
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -186,6 +211,10 @@ def _sizes(type_text: str) -> list[tuple[int, bool]]:
         count = math.prod(int(d) for d in shape.split(",")) if shape else 1
         sizes.append((count * bits // 8, "S(" not in layout))
     return sizes
+
+
+def _shape(type_text: str) -> list[int]:
+    return [int(d) for d in _ARRAY.findall(type_text)[0][1].split(",")]
 
 
 def _hbm(type_text: str) -> int:

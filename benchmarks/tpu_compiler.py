@@ -41,7 +41,7 @@ def fsdp(shape: tuple[int, ...]) -> P:
 
 
 def compile_update(optimizer: optax.GradientTransformation, shapes: dict, mesh: Mesh):
-    """The step, traced and compiled; over several devices everything is sharded."""
+    """The compiled step; over several devices everything is sharded."""
 
     def of(leaf):
         spec = fsdp(leaf.shape) if mesh.size > 1 else P()
@@ -55,20 +55,17 @@ def compile_update(optimizer: optax.GradientTransformation, shapes: dict, mesh: 
         step = jax.jit(
             gpt2.make_step(optimizer), donate_argnums=(0, 1), out_shardings=out if auto else None
         )
-        traced = step.trace(params, state, params)
-        return traced, traced.lower().compile()
+        return step.lower(params, state, params).compile()
 
 
 def measure(optimizer: optax.GradientTransformation, shapes: dict, mesh: Mesh) -> dict:
     """Per parameter of the whole model, on each device."""
     start = time.process_time()
-    traced, compiled = compile_update(optimizer, shapes, mesh)
+    compiled = compile_update(optimizer, shapes, mesh)
     seconds = time.process_time() - start
     count = gpt2.parameters(shapes)
     text = compiled.as_text()
-    program = traced.jaxpr.jaxpr
-    repeated = hlo.matrix_flops(program) - hlo.matrix_flops(program, unrolled=False)
-    flops = compiled.cost_analysis()["flops"] + repeated / mesh.size
+    flops = compiled.cost_analysis()["flops"] + hlo.repeated_flops(text)
     sent = sum(size for _, size in hlo.collective_traffic(text).values())
     return {
         "hbm_bytes_per_parameter": hlo.hbm_bytes(text) / count,

@@ -121,6 +121,33 @@ ENTRY %main (b: f32[8,128]) -> f32[4,8,128] {
     assert hlo.hbm_bytes(text) == 4 * 3 * (8 * 128)
 
 
+def test_products_in_loops():
+    text = """HloModule test
+
+%fused (a: bf16[3,8,16], b: bf16[3,16,32]) -> bf16[3,8,32] {
+  %a = bf16[3,8,16]{2,1,0} parameter(0)
+  %b = bf16[3,16,32]{2,1,0} parameter(1)
+  ROOT %product = bf16[3,8,32]{2,1,0} convolution(%a, %b), window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf
+}
+
+%body (x: bf16[3,8,16]) -> bf16[3,8,16] {
+  %x = bf16[3,8,16]{2,1,0} parameter(0)
+  ROOT %fusion = bf16[3,8,32]{2,1,0} fusion(%x, %x), kind=kOutput, calls=%fused
+}
+
+%condition (x: bf16[3,8,16]) -> pred[] {
+  ROOT %x = pred[] parameter(0)
+}
+
+ENTRY %main (x: bf16[3,8,16]) -> bf16[3,8,16] {
+  %x = bf16[3,8,16]{2,1,0} parameter(0)
+  %once = bf16[3,8,32]{2,1,0} fusion(%x, %x), kind=kOutput, calls=%fused
+  ROOT %while = bf16[3,8,16]{2,1,0} while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""  # noqa: E501
+    assert hlo.repeated_flops(text) == (5 - 1) * 2 * 3 * 8 * 16 * 32
+
+
 def test_collectives():
     text = "%x = f32[8] all-gather-start(%a)\n%y = f32[8] all-gather-done(%x)\n%z = all-to-all(%y)"
     assert hlo.collectives(text.replace("= all", "= f32[8] all")) == {
