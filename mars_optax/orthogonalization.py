@@ -394,17 +394,14 @@ def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
     x = _reduce_precision(x.astype(jnp.promote_types(x.dtype, wide)), dtype)
     norm = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x)), axis=(1, 2), keepdims=True))
     x = _narrow(x / (_reduce_precision(norm, dtype) + _EPS), dtype)
-    if not isinstance(steps, int):  # a count injected as a hyperparameter
+    static = isinstance(steps, int)  # or a count injected as a hyperparameter
+    if gram is None:
+        gram = static and _gram_is_less_work(x.shape[1], x.shape[2], steps)
+    if not gram:
         table = jnp.asarray(coeffs, jnp.finfo(wide).dtype).reshape(-1, 3)
         row = lambda i: table[jnp.minimum(i, len(table) - 1)]  # noqa: E731
         return jax.lax.fori_loop(0, steps, lambda i, x: _standard_step(x, row(i), dtype), x)
     rows = [tuple(map(float, row)) for row in np.broadcast_to(coeffs, (steps, 3))]
-    if gram is None:
-        gram = _gram_is_less_work(x.shape[1], x.shape[2], steps)
-    if not gram:
-        for coefficients in rows:
-            x = _standard_step(x, coefficients, dtype)
-        return x
     for start in range(0, steps, _RESTART):
         x = _gram_steps(x, rows[start : start + _RESTART], dtype)
     return x

