@@ -58,10 +58,10 @@ def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def repeated_flops(text: str) -> float:
-    """2 m n k of the matrix products of a TPU program's loops, but for each loop's first trip.
+    """2 m n k of the matrix products of a program's loops, but for each loop's first trip.
 
-    That is what XLA's own count leaves out. A TPU's matrix product is a convolution, a batch axis
-    of it being spatial.
+    That is what XLA's own count leaves out. On a TPU a matrix product is a convolution, a batch
+    axis of it being spatial.
     """
     computations, entry = _parse(text)
     total = 0.0
@@ -70,9 +70,8 @@ def repeated_flops(text: str) -> float:
         nonlocal total
         types = {i.name: i.type for i in computations[name]}
         for i in computations[name]:
-            if i.opcode == "convolution":
-                (labels,) = re.findall(r"dim_labels=(\w+)_", i.rest)
-                depth = _shape(types[i.operands[0]])[labels.index("f")]
+            if i.opcode in ("dot", "convolution"):
+                depth = _depth(i, _shape(types[i.operands[0]]))
                 total += (times - 1) * 2.0 * depth * math.prod(_shape(i.type))
             trips = _trips(computations, i) if i.opcode == "while" else 1
             for called in i.called("calls", "body", "to_apply", "branch_computations"):
@@ -80,6 +79,15 @@ def repeated_flops(text: str) -> float:
 
     visit(entry, 1)
     return total
+
+
+def _depth(product: "_Instruction", left: list[int]) -> int:
+    """How many numbers are summed for one of a matrix product."""
+    if product.opcode == "convolution":
+        (labels,) = re.findall(r"dim_labels=(\w+)_", product.rest)
+        return left[labels.index("f")]
+    (axes,) = re.findall(r"lhs_contracting_dims=\{([\d,]+)\}", product.rest)
+    return math.prod(left[int(axis)] for axis in axes.split(","))
 
 
 def collectives(text: str) -> dict[str, int]:

@@ -35,8 +35,8 @@ def mesh(devices: int = 1, mode: AxisType = AxisType.Auto) -> Mesh:
 
 
 def fsdp(shape: tuple[int, ...]) -> P:
-    """The longest axis is split."""
-    longest = int(np.argmax(shape)) if shape else None
+    """The longest axis of a matrix is split."""
+    longest = int(np.argmax(shape)) if len(shape) > 1 else None
     return P(*("fsdp" if axis == longest else None for axis in range(len(shape))))
 
 
