@@ -131,8 +131,8 @@ def scale_by_orthogonalization(
     Matrices of one shape, or of its transpose, are stacked and iterated together. Under a mesh
     (inside ``jax.set_mesh(mesh)``, or with updates on explicit axes) the stack is split over all
     devices, so that each orthogonalizes its share; shardings of the updates stay. A count that the
-    devices do not divide is filled up with zero matrices. Without a mesh XLA decides, and a stack
-    of more than 16 MiB is taken in parts, one after the other.
+    devices do not divide is filled up with zero matrices. Without a mesh XLA decides. On a single
+    device, and inside `jax.shard_map`, a stack of more than 16 MiB is taken in parts.
 
     Args:
         ns_steps: See :func:`orthogonalize`.
@@ -338,6 +338,11 @@ def _mesh_axes() -> tuple[str, ...]:
     )
 
 
+def _on_one_device() -> bool:
+    """Whether an array, outside the axes of `_mesh_axes`, is sure to lie there as a whole."""
+    return jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty
+
+
 def _share_out(stack: jax.Array, axes: tuple[str, ...], matrix: Any) -> jax.Array:
     """Splits the batch over `axes` of the mesh; `matrix` says how the other two axes lie."""
     spec = jax.sharding.PartitionSpec(axes or None, matrix, matrix)
@@ -358,7 +363,8 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
     """
     axes = _mesh_axes()
     if not axes:
-        return _in_parts(stack, iteration)
+        run = _in_parts if _on_one_device() else _newton_schulz
+        return run(stack, iteration)
     count, sizes = len(stack), jax.sharding.get_abstract_mesh().shape
     padding = -count % math.prod(sizes[name] for name in axes)
     stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
@@ -373,7 +379,10 @@ def _each_device_its_share(stack: jax.Array, iteration: _Iteration) -> jax.Array
 
 
 def _in_parts(stack: jax.Array, iteration: _Iteration) -> jax.Array:
-    """Newton–Schulz in a loop over parts of the stack that are small enough for fast memory."""
+    """Newton–Schulz in a loop over parts of the stack that are small enough for fast memory.
+
+    XLA cannot share out such a loop: a stack over several devices would be gathered.
+    """
     count, of_one = len(stack), math.prod(stack.shape[1:]) * stack.dtype.itemsize
     sizes = [n for n in range(1, count + 1) if count % n == 0 and n * of_one <= _PART]
     size = max(sizes, default=1)

@@ -100,6 +100,17 @@ def test_stack_whose_layers_are_sharded_needs_no_communication(mode):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
+def test_without_a_mesh_in_the_context_layers_stay_where_they_are(monkeypatch):
+    """Taken in parts they would all be gathered."""
+    monkeypatch.setattr(orthogonalization, "_PART", 1)
+    x = random((16, 8, 24), 0)
+    f = lambda x: orthogonalize(x, dimension_numbers=MuonDimensionNumbers(1, 2))  # noqa: E731
+    mesh = make_mesh("fsdp", AxisType.Auto)
+    program, array, _ = compiled(f, x, mesh, lambda _: P("fsdp"), AxisType.Auto)
+    assert not COLLECTIVE.findall(program.as_text())
+    np.testing.assert_allclose(program(array), f(jnp.asarray(x)), rtol=0, atol=1e-5)
+
+
 @MODES
 def test_attention_kernels_sharded_over_heads(mode):
     numbers = MuonDimensionNumbers(0, (1, 2))
