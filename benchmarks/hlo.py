@@ -1,4 +1,4 @@
-"""What a program does: operations from its jaxpr, HBM traffic and collectives from its HLO."""
+"""What a program does, by its jaxpr or its HLO: operations, HBM traffic, collectives."""
 
 import math
 import re
@@ -57,27 +57,22 @@ def _programs_in(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
+def flops(compiled: Any) -> float:
+    """XLA's count of operations, with the matrix products of loops as often as these run."""
+    return compiled.cost_analysis()["flops"] + repeated_flops(compiled.as_text())
+
+
 def repeated_flops(text: str) -> float:
     """2 m n k of the matrix products of a program's loops, but for each loop's first trip.
 
     That is what XLA's own count leaves out. On a TPU a matrix product is a convolution, a batch
     axis of it being spatial.
     """
-    computations, entry = _parse(text)
     total = 0.0
-
-    def visit(name: str, times: int) -> None:
-        nonlocal total
-        types = {i.name: i.type for i in computations[name]}
-        for i in computations[name]:
-            if i.opcode in ("dot", "convolution"):
-                depth = _depth(i, _shape(types[i.operands[0]]))
-                total += (times - 1) * 2.0 * depth * math.prod(_shape(i.type))
-            trips = _trips(computations, i) if i.opcode == "while" else 1
-            for called in i.called("calls", "body", "to_apply", "branch_computations"):
-                visit(called, times * trips)
-
-    visit(entry, 1)
+    for i, times, types in _executed(text):
+        if i.opcode in ("dot", "convolution"):
+            depth = _depth(i, _shape(types[i.operands[0]]))
+            total += (times - 1) * 2.0 * depth * math.prod(_shape(i.type))
     return total
 
 
@@ -101,34 +96,39 @@ def collective_traffic(text: str) -> dict[str, tuple[int, int]]:
     Bytes are those of the operands or of the results, whichever is more. The TPU compiler repeats
     one that overlaps with other work in several fusions, under one channel: it counts once.
     """
-    computations, entry = _parse(text)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     channels: set[str] = set()
+    for i, times, types in _executed(text):
+        kind = i.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        given, made = sum(_size_of(types.get(name, "")) for name in i.operands), _size_of(i.type)
+        # What starts asynchronously has its operands among its results.
+        if i.opcode != kind and kind != "all-reduce":
+            made -= given
+        channel = re.search(r"channel_id=(\d+)", i.rest)
+        if channel is None or channel[1] not in channels:
+            counts[kind] += times
+            sizes[kind] += times * max(given, made)
+        if channel is not None:
+            channels.add(channel[1])
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
-    def visit(name: str, times: int) -> None:
-        bytes_of: dict[str, int] = {}
+
+def _executed(text: str) -> "Iterator[tuple[_Instruction, int, dict[str, str]]]":
+    """Every instruction, how often it runs, and the types of those of its computation."""
+    computations, entry = _parse(text)
+
+    def visit(name: str, times: int) -> "Iterator[tuple[_Instruction, int, dict[str, str]]]":
+        types = {i.name: i.type for i in computations.get(name, ())}
         for i in computations.get(name, ()):
-            bytes_of[i.name] = sum(size for size, _ in _sizes(i.type))
-            kind = i.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                given = sum(bytes_of.get(operand, 0) for operand in i.operands)
-                # What starts asynchronously has its operands among its results.
-                made = bytes_of[i.name]
-                if i.opcode != kind and kind != "all-reduce":
-                    made -= given
-                channel = re.search(r"channel_id=(\d+)", i.rest)
-                if channel is None or channel[1] not in channels:
-                    counts[kind] += times
-                    sizes[kind] += times * max(given, made)
-                if channel is not None:
-                    channels.add(channel[1])
+            yield i, times, types
             trips = _trips(computations, i) if i.opcode == "while" else 1
             for called in i.called("calls", "body", "to_apply", "branch_computations"):
-                visit(called, times * trips)
+                yield from visit(called, times * trips)
 
-    visit(entry, 1)
-    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+    return visit(entry, 1)
 
 
 def hbm_bytes(text: str) -> int:
@@ -176,7 +176,9 @@ def _written_by(fused: "list[_Instruction]") -> int:
     root = fused[-1]
     roots = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return sum(
-        min(_hbm(i.type), _size_of(by_name[i.operands[1]])) if i.opcode == _UPDATE else _hbm(i.type)
+        min(_hbm(i.type), _size_of(by_name[i.operands[1]].type))
+        if i.opcode == _UPDATE
+        else _hbm(i.type)
         for i in roots
     )
 
@@ -188,12 +190,12 @@ def _read_of_parameter(fused: "list[_Instruction]", index: int) -> float:
     slices = [i for i in users if i.opcode in ("slice", "dynamic-slice")]
     updates = [i for i in users if i.opcode == _UPDATE and i.operands.index(name) == 0]
     if users and len(slices) + len(updates) == len(users):
-        return sum(_size_of(i) for i in slices)
+        return sum(_size_of(i.type) for i in slices)
     return math.inf
 
 
-def _size_of(instruction: "_Instruction") -> int:
-    return sum(size for size, _ in _sizes(instruction.type))
+def _size_of(type_text: str) -> int:
+    return sum(size for size, _ in _sizes(type_text))
 
 
 def _trips(computations: "Computations", loop: "_Instruction") -> int:

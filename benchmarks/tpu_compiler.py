@@ -65,11 +65,10 @@ def measure(optimizer: optax.GradientTransformation, shapes: dict, mesh: Mesh) -
     seconds = time.process_time() - start
     count = gpt2.parameters(shapes)
     text = compiled.as_text()
-    flops = compiled.cost_analysis()["flops"] + hlo.repeated_flops(text)
     sent = sum(size for _, size in hlo.collective_traffic(text).values())
     return {
         "hbm_bytes_per_parameter": hlo.hbm_bytes(text) / count,
-        "flops_per_parameter": flops / count,
+        "flops_per_parameter": hlo.flops(compiled) / count,
         "collectives": hlo.collectives(text),
         "collective_bytes_per_parameter": sent / count,
         "temporary_bytes_per_parameter": compiled.memory_analysis().temp_size_in_bytes / count,

@@ -225,7 +225,7 @@ def _iteration(ns_steps: Any, ns_coeffs: Any, ns_dtype: Any, ns_gram: Any) -> _I
             "`ns_gram=True` needs a static number of steps, got a traced or array `ns_steps` "
             f"{ns_steps!r}: use a Python integer, or leave `ns_gram` out."
         )
-    return _Iteration(ns_steps, coeffs, ns_dtype, ns_gram)
+    return _Iteration(ns_steps, coeffs, None if ns_dtype is None else jnp.dtype(ns_dtype), ns_gram)
 
 
 def _default_numbers(
@@ -307,11 +307,9 @@ def _from_matrices(y: jax.Array, axes: MatrixAxes, like: jax.Array) -> jax.Array
 
 
 def _narrowed(x: jax.Array, iteration: _Iteration) -> jax.Array:
-    """In the dtype of the iteration where that has the same range: stored and sent at half size."""
-    dtype = x.dtype if iteration.dtype is None else jnp.dtype(iteration.dtype)
-    of_one_kind = jnp.iscomplexobj(x) == jnp.issubdtype(dtype, jnp.complexfloating)
-    same_range = of_one_kind and jnp.finfo(dtype).maxexp == jnp.finfo(x.dtype).maxexp
-    return x.astype(dtype) if same_range and dtype.itemsize < x.dtype.itemsize else x
+    """float32 in bfloat16, which has its range, if the iteration does: sent at half the size."""
+    to_bfloat16 = x.dtype == jnp.float32 and iteration.dtype == jnp.bfloat16
+    return x.astype(jnp.bfloat16) if to_bfloat16 else x
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -395,7 +393,7 @@ def _in_parts(stack: jax.Array, iteration: _Iteration) -> jax.Array:
 def _newton_schulz(x: jax.Array, iteration: _Iteration) -> jax.Array:
     """Iterates on a batch of matrices [batch, m, n], m ≤ n."""
     steps, coeffs, dtype, gram = iteration
-    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = x.dtype if dtype is None else dtype
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         dtype = jnp.promote_types(dtype, jnp.complex64)
     wide = jnp.promote_types(dtype, jnp.float32)

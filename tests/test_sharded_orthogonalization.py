@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import mars_optax
+from benchmarks import hlo
 from mars_optax import orthogonalization, orthogonalize, scale_by_orthogonalization
 
 MODES = pytest.mark.parametrize(
@@ -82,8 +83,7 @@ def test_shares(mode, layout, layers):
     counts = collections.Counter(COLLECTIVE.findall(program.as_text()))
     assert counts.total() <= 8 * 2, counts  # two distinct shapes
     if layers == 8:
-        flops = lambda p: p.cost_analysis()["flops"]  # noqa: E731
-        assert flops(program) <= 1.1 * flops(alone) / 8
+        assert hlo.flops(program) <= 1.1 * hlo.flops(alone) / 8
 
 
 @MODES

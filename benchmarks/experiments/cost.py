@@ -68,12 +68,7 @@ def of_compiler(optimizer: optax.GradientTransformation, layers: int, width: int
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(optimizer.init, params)
     compiled = jax.jit(gpt2.make_step(optimizer)).lower(params, state, params).compile()
-    return counted(compiled)
-
-
-def counted(compiled: jax.stages.Compiled) -> float:
-    """Loops as often as they run, of which the compiler counts one trip."""
-    return compiled.cost_analysis()["flops"] + hlo.repeated_flops(compiled.as_text())
+    return hlo.flops(compiled)
 
 
 def of_step(label: str, size: str) -> float:
@@ -93,7 +88,7 @@ def of_step(label: str, size: str) -> float:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return counted(jax.jit(step).lower(params, state, tokens).compile())
+    return hlo.flops(jax.jit(step).lower(params, state, tokens).compile())
 
 
 def update_table(results: dict[str, Any]) -> list[list[str]]:
