@@ -205,13 +205,15 @@ def test_leaves_of_one_shape_are_independent():
             )
 
 
-@pytest.mark.parametrize("layers, at_once", [(4, 2), (6, 3), (5, 1), (3, 3)])
-def test_a_large_stack_is_taken_in_parts(layers, at_once, monkeypatch):
-    """As many matrices at once as the bound allows and the number of layers divides by."""
+@pytest.mark.parametrize(
+    "layers, bound, at_once", [(4, 3, 2), (6, 3, 3), (5, 3, 1), (3, 3, 3), (3, 0, 1)]
+)
+def test_a_large_stack_is_taken_in_parts(layers, bound, at_once, monkeypatch):
+    """As many matrices at once as the bound allows and the layers divide by, but at least one."""
     x = jnp.asarray(random((layers, 4, 12), 1, np.float32))
     numbers = MuonDimensionNumbers(1, 2)
     alone = [orthogonalize(matrix) for matrix in x]
-    monkeypatch.setattr(orthogonalization, "_PART", 3 * 4 * 12 * 4 + 1)
+    monkeypatch.setattr(orthogonalization, "_PART", bound * 4 * 12 * 4)
     ours = lambda x: orthogonalize(x, dimension_numbers=numbers)  # noqa: E731
     with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
         np.testing.assert_allclose(ours(x), jnp.stack(alone), rtol=0, atol=1e-5)
