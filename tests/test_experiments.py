@@ -54,7 +54,7 @@ def test_the_tables_ratios_are_of_each_estimators_least():
     def rows(mode, gamma, scale):
         made = [(0.9, 3, 1, 8), (0.99, 1, 1, 4)]  # least error 2, least tail 4
         keys = ("b1", "bias2", "variance", "tail")
-        fixed = {"estimator": mode, "gamma": gamma}
+        fixed = {"problem": "made", "estimator": mode, "gamma": gamma}
         return [fixed | dict(zip(keys, (b1, *map(scale, rest)), strict=True)) for b1, *rest in made]
 
     made = rows("EMA", 0.0, lambda x: x)
@@ -62,7 +62,7 @@ def test_the_tables_ratios_are_of_each_estimators_least():
         for gamma in vr.GAMMAS:
             made += rows(mode, gamma, lambda x, g=gamma: g * x)
     for measure in vr.MEASURES:
-        table = vr.least({"results": {"made": made}}, measure)
+        table = vr.least({"runs": made}, measure)
         assert table[0][1:] == ["made"]
         assert table[1] == ["approximate, γ = 0.025", "0.025"]
         assert table[-1] == ["exact, γ = 1", "1"]

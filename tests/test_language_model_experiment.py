@@ -32,7 +32,7 @@ def calls(tmp_path, monkeypatch):
     def train(arm, task, rate, seed):
         made.append((rate, seed))
         loss = None if rate > 0.1 else 2 + math.log2(rate / 0.032) ** 2 + 0.01 * seed
-        return {"rate": rate, "seed": seed, "final_loss": loss, "curve": []}
+        return {"final_loss": loss, "curve": []}
 
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)

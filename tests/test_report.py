@@ -142,7 +142,7 @@ def test_other_tables():
 def test_the_table_of_partial_corrections():
     keys = ("estimator", "gamma", "gradients", "error")
     made = [("EMA", 0, 1.0, 2.0), ("EMA", 0, 1.5, 1.6), ("exact", 0.1, 1.5, 1.0)]
-    made = report.partial_errors({"rows": [dict(zip(keys, row, strict=True)) for row in made]})
+    made = report.partial_errors({"runs": [dict(zip(keys, row, strict=True)) for row in made]})
     assert made == [
         ["error of m", "1 gradients", "1.5 gradients"],
         ["EMA, larger batch", "1.000", "0.800"],

@@ -4,12 +4,11 @@
 
 As XLA's CPU compiler counts them: the FLOPs of an update on GPT-2 small's matrices, beside the
 papers' counts and those of the shapes, and their share of a training step; and the FLOPs of whole
-training steps of language_model.py. Writes results/cost.json.
+training steps of language_model.py.
 """
 
-import functools
-import json
-import pathlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ import optax
 import mars_optax
 from benchmarks import gpt2, hlo
 from benchmarks.experiments import language_model
+from benchmarks.experiments.store import RESULTS, Store
 from examples.nanogpt import model
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 NS_STEPS = 5
 EMBEDDINGS = (50257 + 1024) * gpt2.WIDTH  # GPT-2 small's, which Muon and MARS-M leave to AdamW
 BATCHES = {"480 x 1024": 480 * 1024, "32 x 1024": 32 * 1024, "4 x 1024": 4 * 1024}
@@ -75,7 +74,7 @@ def of_step(label: str, size: str) -> float:
     """FLOPs of a training step of an arm of language_model.py, its gradients included."""
     arm, task = language_model.ARMS[label], language_model.Task(size)
     graphdef, params = model.define(language_model.SIZES[size])
-    loss_fn = functools.partial(model.loss, graphdef)
+    loss_fn = partial(model.loss, graphdef)
     tx = language_model.build(arm, 1e-3, task.steps)
     state = jax.eval_shape(tx.init, params)
     tokens = jax.ShapeDtypeStruct((task.batch, language_model.SIZES[size].context + 1), jnp.int32)
@@ -98,7 +97,7 @@ def update_table(results: dict[str, Any]) -> list[list[str]]:
     papers = of_papers(layers, width)
     products = of_shapes(layers, width) / count
     rows = [["FLOPs a parameter", "compiler", "papers' count", "matrix products by the shapes"]]
-    for name, flops in results["flops"].items():
+    for name, flops in counted(results, "update", "small").items():
         paper = f"{papers[name] / count:,.0f}" if name in papers else "–"
         is_standard = name in ("Muon", "MARS-M, standard form")
         rows.append(
@@ -112,30 +111,34 @@ def share_table(results: dict[str, Any]) -> list[list[str]]:
     layers, width = results["settings"]["layers"], results["settings"]["width"]
     count = gpt2.parameters(gpt2.shapes(layers, width))
     rows = [["share of a step's FLOPs", *(f"batch {batch}" for batch in BATCHES)]]
-    for name, flops in results["flops"].items():
+    updates = counted(results, "update", "small")
+    for name, flops in updates.items():
         # MARS-AdamW takes the embeddings too; the others' are AdamW's.
-        rest = results["flops"][name if name == "MARS-AdamW" else "AdamW"] / count * EMBEDDINGS
+        rest = updates[name if name == "MARS-AdamW" else "AdamW"] / count * EMBEDDINGS
         gradients = [6 * (count + EMBEDDINGS) * tokens for tokens in BATCHES.values()]
         shares = [(flops + rest) / (flops + rest + gradient) for gradient in gradients]
         rows.append([name, *(f"{100 * share:.2g} %" for share in shares)])
     return rows
 
 
+def counted(results: dict[str, Any], program: str, size: str) -> dict[str, float]:
+    """FLOPs of an update or a step at a size, by optimizer."""
+    own = [row for row in results["runs"] if (row["program"], row["size"]) == (program, size)]
+    return {row["optimizer"]: row["flops"] for row in own}
+
+
 def main(layers: int = gpt2.LAYERS, width: int = gpt2.WIDTH) -> None:
-    flops = {}
+    store = Store(RESULTS / "cost.json", layers=layers, width=width)
+
+    def count(program: str, size: str, optimizer: str, flops: Callable[[], float]) -> None:
+        key = {"program": program, "size": size, "optimizer": optimizer}
+        store.get(key, lambda: {"flops": flops()})
+
     for name, optimizer in OPTIMIZERS.items():
-        flops[name] = of_compiler(optimizer, layers, width)
-        print(f"{name}: {flops[name]:.4g}", flush=True)
-    steps: dict[str, dict[str, float]] = {}
+        count("update", "small", name, partial(of_compiler, optimizer, layers, width))
     for size in language_model.SIZES:
         for label in STEPS_OF:
-            steps.setdefault(size, {})[label] = of_step(label, size)
-            print(f"{size}, {label}: {steps[size][label]:.4g}", flush=True)
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    settings = {"layers": layers, "width": width, "versions": versions}
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"settings": settings, "flops": flops, "steps": steps}, indent=1)
-    (RESULTS / "cost.json").write_text(text + "\n")
+            count("step", size, label, partial(of_step, label, size))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Does MARS train a language model better? Six questions, each a command that can be resumed:
+"""Does MARS train a language model better? Eight questions, each a command that can be resumed:
 
-    python -m benchmarks.experiments.language_model optimizers   # gamma rates batch exact details
+    python -m benchmarks.experiments.language_model optimizers   # sizes lengths gamma rates ...
     python -m benchmarks.experiments.language_model times        # of steps, side by side
 
 Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
@@ -17,8 +17,7 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +26,10 @@ import numpy as np
 import optax
 
 import mars_optax
+from benchmarks.experiments.store import RESULTS, Store
 from benchmarks.update import interleaved
 from examples.nanogpt import data, model, optimizers
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 SIZES = {
     "tiny": model.GPTConfig(2, 4, 64, context=64, vocab_size=data.BYTES, bias=False, unroll=True),
     "demo": dataclasses.replace(model.PRESETS["demo"], vocab_size=data.BYTES),
@@ -290,36 +289,30 @@ def train(arm: Arm, task: Task, rate: float, seed: int) -> dict[str, Any]:
             break
         curve.append([(i + 1) * task.steps // EVALUATIONS, round(value, 5)])
     done = len(curve) == EVALUATIONS
-    return {
-        "rate": rate,
-        "seed": seed,
-        "final_loss": curve[-1][1] if done else None,
-        "curve": curve,
-    }
+    return {"final_loss": curve[-1][1] if done else None, "curve": curve}
 
 
 class Question:
     """The runs of one question, on disk."""
 
     def __init__(self, name: str) -> None:
-        self.path = RESULTS / f"{name}.json"
-        self.runs: list[dict[str, Any]] = []
-        if self.path.is_file():
-            self.runs = json.loads(self.path.read_text())["runs"]
+        sizes = {name: dataclasses.asdict(config) for name, config in SIZES.items()}
+        self.store = Store(
+            RESULTS / f"{name}.json",
+            corpus=corpus().description,
+            sizes=sizes,
+            weight_decay=DECAY,
+            warmup=WARMUP,
+        )
 
     def run(self, label: str, arm: Arm, task: Task, rate: float, seed: int) -> float:
         """The final loss, infinite where the run diverged."""
-        key = {"arm": label, **task._asdict(), "rate": rate, "seed": seed}
-        for run in self.runs:
-            if all(run[name] == value for name, value in key.items()):
-                break
-        else:
-            result = train(arm, task, rate, seed)
-            run = key | {"gradients": arm.gradients, "optimizer": dataclasses.asdict(arm)} | result
-            self.runs.append(run)
-            self._write()
-            print(f"{self.path.stem}: {key} -> {run['final_loss']}", flush=True)
-        return math.inf if run["final_loss"] is None else run["final_loss"]
+        about = {"gradients": arm.gradients, "optimizer": dataclasses.asdict(arm)}
+        row = self.store.get(
+            {"arm": label, **task._asdict(), "rate": rate, "seed": seed},
+            lambda: about | train(arm, task, rate, seed),
+        )
+        return math.inf if row["final_loss"] is None else row["final_loss"]
 
     def tune(
         self, label: str, arm: Arm, task: Task, seeds: int = 3, start: float | None = None
@@ -344,21 +337,6 @@ class Question:
             self.run(label, arm, task, rate, seed)
         return rate
 
-    def _write(self) -> None:
-        RESULTS.mkdir(exist_ok=True)
-        settings = {
-            "corpus": corpus().description,
-            "sizes": {name: dataclasses.asdict(config) for name, config in SIZES.items()},
-            "weight_decay": DECAY,
-            "warmup": WARMUP,
-            "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        }
-        rows = ",\n  ".join(json.dumps(run) for run in self.runs)
-        text = f'{{"settings": {json.dumps(settings)},\n "runs": [\n  {rows}\n ]}}\n'
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(self.path)
-
 
 def variants(base: Arm, **changes: Any) -> Arm:
     return dataclasses.replace(base, **changes)
@@ -367,22 +345,34 @@ def variants(base: Arm, **changes: Any) -> Arm:
 BASES = {"MARS-AdamW": MARS_ADAMW, "MARS-M": MARS_M}
 ADAM = ("AdamW (.9, .95)", "AdamW (.95, .99)", "NAdamW (.9, .95)", "NAdamW (.95, .99)")
 OURS = ("MARS-AdamW", "MARS-AdamW (.9, .95), γ .1", "MARS-M", "MARS-M, γ .1")
-FOREMOST = (*ADAM, "Muon", "Muon, Nesterov", *OURS)  # at other lengths and sizes too
+FOREMOST = (*ADAM, "Muon", "Muon, Nesterov", *OURS)
 
 
-def compare_optimizers(question: Question) -> None:
-    best = {label: question.tune(label, arm, Task()) for label, arm in ARMS.items()}
+def compare_optimizers(question: Question) -> dict[str, float]:
+    return {label: question.tune(label, arm, Task()) for label, arm in ARMS.items()}
 
-    def again(labels: tuple[str, ...], *tasks: Task) -> None:
-        for label in labels:
-            for task in tasks:
-                question.tune(label, ARMS[label], task, start=best[label])
 
-    # Shortened runs, without which a speed-up is only read off a curve.
-    again(FOREMOST, Task(steps=STEPS // 2), Task(steps=STEPS * 7 // 8))
-    again(FOREMOST, Task("demo", STEPS // 2))
-    again(OURS, *(Task("demo", steps) for steps in (STEPS // 4, STEPS // 3, STEPS * 5 // 12)))
-    again(FOREMOST, Task(steps=3 * STEPS))
+def again(question: Question, labels: Iterable[str], *tasks: Task) -> None:
+    """Arms on other tasks; the search begins at the rate that is best on the first one."""
+    best = compare_optimizers(Question("optimizers"))
+    for label in labels:
+        for task in tasks:
+            question.tune(label, ARMS[label], task, start=best[label])
+
+
+# Without runs of a shortened length a speed-up is only read off a curve.
+def compare_sizes(question: Question) -> None:
+    again(question, ARMS, Task("demo", STEPS // 2))
+    again(
+        question,
+        OURS,
+        *(Task("demo", steps) for steps in (STEPS // 4, STEPS // 3, STEPS * 5 // 12)),
+    )
+
+
+def compare_lengths(question: Question) -> None:
+    again(question, ARMS, Task(steps=STEPS // 2), Task(steps=3 * STEPS))
+    again(question, FOREMOST, Task(steps=STEPS * 7 // 8), Task(steps=3 * STEPS // 2))
 
 
 def compare_gammas(question: Question) -> None:
@@ -467,9 +457,9 @@ def stepper(arm: Arm, task: Task) -> Callable[[], None]:
 def measure_times(rounds: int = 7) -> None:
     """Seconds of a step, of all arms in turns, in results/step_times.json: on an idle machine."""
     found = {}
-    for size, labels in {"tiny": tuple(ARMS), "demo": FOREMOST}.items():
+    for size in SIZES:
         task = Task(size)
-        seconds = interleaved({label: stepper(ARMS[label], task) for label in labels}, rounds)
+        seconds = interleaved({label: stepper(arm, task) for label, arm in ARMS.items()}, rounds)
         count = len(batches(0, task)[0])
         found[size] = {label: float(np.median(own)) / count for label, own in seconds.items()}
         print(size, found[size], flush=True)
@@ -481,6 +471,8 @@ def measure_times(rounds: int = 7) -> None:
 
 QUESTIONS = {
     "optimizers": compare_optimizers,
+    "sizes": compare_sizes,
+    "lengths": compare_lengths,
     "gamma": compare_gammas,
     "rates": compare_rates,
     "batch": compare_batches,

@@ -5,20 +5,18 @@
 Logistic regression on scikit-learn's digits, along a given straight line from start to optimum
 (the open loop of `variance_reduction`): the squared error of the momentum, the least over b1, for
 the correction on 1 of n parts of a batch of 16, at the cost of 1 + 1/n gradients, and for an EMA
-of gradients of batches that are larger by as much. Writes results/partial_exact.json.
+of gradients of batches that are larger by as much.
 """
 
-import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from benchmarks.experiments.store import RESULTS, Store
 from benchmarks.experiments.variance_reduction import (
     DECAYS,
     GAMMAS,
-    RESULTS,
     logistic_regression,
     momentum,
 )
@@ -56,29 +54,26 @@ def error(gamma: float, b1: Any, parts: int | None, batch: int, runs: int, steps
     return jnp.sum((m - true[steps // 2 :]) ** 2, axis=-1).mean()
 
 
-def measure(runs: int, steps: int) -> list[dict[str, Any]]:
+def measure(store: Store, runs: int, steps: int) -> None:
     arms: list[tuple[str, float, int | None, int]] = [("EMA", 0.0, None, BATCH)]
     for parts in PARTS:
         arms.append(("EMA", 0.0, None, BATCH + BATCH // parts))
         arms += [("exact", gamma, parts, BATCH) for gamma in GAMMAS]
-    rows = []
     for estimator, gamma, parts, batch in arms:
-        of_decay = jax.jit(lambda b1, a=(gamma, parts, batch): error(a[0], b1, *a[1:], runs, steps))
-        errors = {b1: float(of_decay(b1)) for b1 in DECAYS}
-        best = min(errors, key=lambda b1: errors[b1])
         cost = batch / BATCH if parts is None else 1 + 1 / parts
-        row = {"estimator": estimator, "gamma": gamma, "parts": parts, "gradients": cost}
-        rows.append(row | {"error": errors[best], "b1": best, "errors": errors})
-        print(rows[-1], flush=True)
-    return rows
+        key = {"estimator": estimator, "gamma": gamma, "parts": parts, "gradients": cost}
+
+        def least(gamma=gamma, parts=parts, batch=batch) -> dict[str, Any]:
+            of_decay = jax.jit(lambda b1: error(gamma, b1, parts, batch, runs, steps))
+            errors = {b1: float(of_decay(b1)) for b1 in DECAYS}
+            best = min(errors, key=lambda b1: errors[b1])
+            return {"error": errors[best], "b1": best, "errors": errors}
+
+        store.get(key, least)
 
 
 def main(runs: int = 64, steps: int = 600) -> None:
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    settings = {"runs": runs, "steps": steps, "batch": BATCH, "versions": versions}
-    text = json.dumps({"settings": settings, "rows": measure(runs, steps)}, indent=1)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "partial_exact.json").write_text(text + "\n")
+    measure(Store(RESULTS / "partial_exact.json", runs=runs, steps=steps, batch=BATCH), runs, steps)
 
 
 if __name__ == "__main__":

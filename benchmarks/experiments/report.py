@@ -24,10 +24,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.experiments import cost, variance_reduction
+from benchmarks.experiments.store import RESULTS
 
 Run = dict[str, Any]
 ROOT = pathlib.Path(__file__).parent.parent.parent
-RESULTS = pathlib.Path(__file__).parent / "results"
 PAGE, ASSETS = ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
 TASK = ("size", "steps", "batch")
 BASELINE = "AdamW"  # of the arms whose labels begin so, the best
@@ -40,6 +40,8 @@ SHOWN_CURVES = (
     "Muon, Nesterov",
     "MARS-M",
 )
+SIZES = "optimizers sizes"  # files of runs
+LENGTHS = "optimizers sizes lengths"
 FACTORS = (2, 4, 8, 16)  # of the best rate, in the table of stability
 
 
@@ -369,7 +371,7 @@ def partial_errors(results: dict[str, Any]) -> list[list[str]]:
 
 def partial_lines(results: dict[str, Any]) -> dict[str, dict[float, float]]:
     """Least errors of the momentum at the cost of 1 + 1/n gradients, over the EMA's at cost 1."""
-    rows = results["rows"]
+    rows = results["runs"]
     one = next(row["error"] for row in rows if row["gradients"] == 1)
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
@@ -542,12 +544,12 @@ def partial_figure(results: dict[str, Any]) -> Figure:
 
 def flops_figure(results: dict[str, Any]) -> Figure | None:
     """Final loss against the FLOPs of whole runs, of all lengths; a panel for each size."""
-    if (of_optimizers := read("optimizers")) is None:
+    if (of_optimizers := read(LENGTHS)) is None:
         return None
     sizes = group(of_optimizers["runs"], "size")
     figure, axes = panels(len(sizes), 5)
     for axis, ((size,), own) in zip(axes, sizes.items(), strict=True):
-        for place, (label, flops) in enumerate(results["steps"][size].items()):
+        for place, (label, flops) in enumerate(cost.counted(results, "step", size).items()):
             lengths = group([run for run in own if run["arm"] == label], "steps")
             points = [(flops * steps, tune(runs)) for (steps,), runs in sorted(lengths.items())]
             _errorbars(axis, points, label, f"C{place}")
@@ -583,11 +585,11 @@ def save(figure: Figure, file: Any) -> None:
 
 def cost_of_losses(results: dict[str, Any]) -> str | None:
     """FLOPs of a step by the compiler, and those to AdamW's loss, over AdamW's."""
-    if (of_optimizers := read("optimizers")) is None:
+    if (of_optimizers := read(SIZES)) is None:
         return None
     rows = [["", "size", "FLOPs of a step", "FLOPs to AdamW's loss"]]
     for own in first_tasks(of_optimizers["runs"]):
-        arms, flops = tune_arms(own), results["steps"][own[0]["size"]]
+        arms, flops = tune_arms(own), cost.counted(results, "step", own[0]["size"])
         adamw = next(name for name in flops if name.startswith(BASELINE))  # betas cost nothing
         for label in (name for name in flops if name in arms):
             ratio = flops[label] / flops[adamw]
@@ -600,7 +602,7 @@ def cost_of_losses(results: dict[str, Any]) -> str | None:
 
 
 class Item(NamedTuple):
-    results: str  # the file that it is made from
+    results: str  # the file that it is made from, or several
     make: Callable[[Any], Any]
     alt: str = ""  # of a figure
 
@@ -621,8 +623,8 @@ TABLES = {
         )
         for name in variance_reduction.MEASURES
     },
-    "optimizers": Item("optimizers", _of_runs(lambda runs: of_sizes(runs, comparison))),
-    "lengths": Item("optimizers", _of_runs(by_length)),
+    "optimizers": Item(SIZES, _of_runs(lambda runs: of_sizes(runs, comparison))),
+    "lengths": Item(LENGTHS, _of_runs(by_length)),
     "gamma": Item("gamma", _of_runs(lambda runs: of_tasks(runs, by_gamma))),
     "rates": Item("rates", _of_runs(lambda runs: of_tasks(runs, stability))),
     "batch": Item("batch", _of_runs(by_batch)),
@@ -640,9 +642,9 @@ FIGURES = {
         variance_reduction.draw,
         "Errors of three estimators over their memory",
     ),
-    "optimizers": Item("optimizers", _of_runs(seeds_figure), "Final losses of all optimizers"),
-    "curves": Item("optimizers", _of_runs(curves_figure), "Validation losses over the steps"),
-    "lengths": Item("optimizers", _of_runs(lengths_figure), "Final loss against the run's length"),
+    "optimizers": Item(SIZES, _of_runs(seeds_figure), "Final losses of all optimizers"),
+    "curves": Item(SIZES, _of_runs(curves_figure), "Validation losses over the steps"),
+    "lengths": Item(LENGTHS, _of_runs(lengths_figure), "Final loss against the run's length"),
     "gamma": Item("gamma", _of_runs(gammas_figure), "Final loss against γ"),
     "rates": Item("rates", _of_runs(rates_figure), "Final loss against the learning rate"),
     "batch": Item("batch", _of_runs(batches_figure), "Distance to AdamW against the batch size"),
@@ -654,10 +656,13 @@ FIGURES = {
 }
 
 
-def read(name: str) -> Any:
-    """The raw results, or None where there are none yet."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+def read(names: str) -> Any:
+    """The raw results, the runs of several files together; None where there are none yet."""
+    paths = [RESULTS / f"{name}.json" for name in names.split()]
+    found = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    if len(found) < 2:
+        return found[0] if found else None
+    return found[0] | {"runs": [run for results in found for run in results["runs"]]}
 
 
 def make(item: Item) -> Any:

@@ -8,13 +8,9 @@ momentum behind approximate and exact MARS, all without the clip.
 Open loop: the parameters move on a given straight line, the same for all; the error of the
 momentum m is split into bias² = |mean(m) - grad F|² and variance, over independent runs. Closed
 loop: descent along m itself, whose tail suboptimality F - F* is compared.
-
-Writes results/variance_reduction.json beside this file.
 """
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,9 +21,9 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
+from benchmarks.experiments.store import RESULTS, Store
 from mars_optax import mars_vr
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 GAMMAS = (0.025, 0.1, 0.3, 1.0)
 DECAYS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 MODES = ("approximate", "exact")
@@ -160,8 +156,7 @@ def variance_ratio(gamma: float, b1: float) -> float:
     return (1 - gamma) ** 2 + share * (1 + b1) / (1 - b1)
 
 
-def measure(problem: Problem, runs: int, steps: int) -> list[dict[str, Any]]:
-    rows = []
+def measure(store: Store, name: str, problem: Problem, runs: int, steps: int) -> None:
     settings = [("EMA", 0.0)] + [(mode, gamma) for mode in MODES for gamma in GAMMAS]
     for mode, gamma in settings:
         exact = mode == "exact"
@@ -169,22 +164,20 @@ def measure(problem: Problem, runs: int, steps: int) -> list[dict[str, Any]]:
         closed = jax.jit(
             lambda b1, g=gamma, e=exact: closed_loop(problem, g, b1, e, runs, 5 * steps)
         )
-        for b1 in DECAYS:
-            print(f"  {mode} gamma {gamma:g} b1 {b1}", flush=True)
+
+        def of_decay(b1: float, opened=opened, closed=closed) -> dict[str, float]:
             bias2, variance = opened(b1)
             tail = np.asarray(closed(b1))
-            rows.append(
-                {
-                    "estimator": mode,
-                    "gamma": gamma,
-                    "b1": b1,
-                    "bias2": float(bias2),
-                    "variance": float(variance),
-                    "tail": float(tail.mean()),
-                    "tail_standard_error": float(tail.std(ddof=1) / np.sqrt(runs)),
-                }
-            )
-    return rows
+            return {
+                "bias2": float(bias2),
+                "variance": float(variance),
+                "tail": float(tail.mean()),
+                "tail_standard_error": float(tail.std(ddof=1) / np.sqrt(runs)),
+            }
+
+        for b1 in DECAYS:
+            key = {"problem": name, "estimator": mode, "gamma": gamma, "b1": b1}
+            store.get(key, partial(of_decay, b1))
 
 
 MEASURES: dict[str, Callable[[dict], float]] = {
@@ -195,7 +188,7 @@ MEASURES: dict[str, Callable[[dict], float]] = {
 
 def draw(data: dict[str, Any]) -> Figure:
     """Above the open loop's errors, below the closed loop's, over the momentum's memory."""
-    results = data["results"]
+    results = by_problem(data)
     figure = Figure(figsize=(3.4 * len(results), 6.6), layout="constrained")
     axes = figure.subplots(2, len(results), squeeze=False, sharex=True)
     curves = [("EMA", 0.0), *((mode, gamma) for mode in MODES for gamma in DRAWN)]
@@ -233,7 +226,7 @@ def draw(data: dict[str, Any]) -> Figure:
 
 def least(data: dict[str, Any], measure: str) -> list[list[str]]:
     """Of a measure, the least over b1, as a multiple of the EMA's least."""
-    problems = data["results"]
+    problems = by_problem(data)
 
     def of(problem: str, mode: str, gamma: float) -> float:
         own = [r for r in problems[problem] if (r["estimator"], r["gamma"]) == (mode, gamma)]
@@ -246,14 +239,19 @@ def least(data: dict[str, Any], measure: str) -> list[list[str]]:
     return rows
 
 
+def by_problem(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    problems: dict[str, list[dict[str, Any]]] = {}
+    for row in data["runs"]:
+        problems.setdefault(row["problem"], []).append(row)
+    return problems
+
+
 def main(runs: int = 64, steps: int = 600) -> None:
-    results = {name: measure(make(), runs, steps) for name, make in PROBLEMS.items()}
-    RESULTS.mkdir(exist_ok=True)
-    settings = {"runs": runs, "steps": steps, "jax": jax.__version__, "optax": optax.__version__}
-    data = {"settings": settings, "results": results}
-    (RESULTS / "variance_reduction.json").write_text(json.dumps(data, indent=1) + "\n")
-    for measure in MEASURES:
-        for row in least(data, measure):
+    store = Store(RESULTS / "variance_reduction.json", runs=runs, steps=steps)
+    for name, make in PROBLEMS.items():
+        measure(store, name, make(), runs, steps)
+    for what in MEASURES:
+        for row in least({"runs": store.rows}, what):
             print(", ".join(row))
 
 

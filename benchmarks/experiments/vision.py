@@ -13,19 +13,16 @@ takes longer.
 """
 
 import functools
-import json
 import math
-import pathlib
 import time
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from flax import nnx
 
+from benchmarks.experiments.store import RESULTS, Store
 from examples.vision import data, model, train
 
-PATH = pathlib.Path(__file__).parent / "results" / "vision.json"
 GAMMAS = (0.001, 0.01, 0.025, 0.1)
 EPOCHS, BATCH, DECAY = 12, 64, 0.1
 SEEDS = range(3)
@@ -90,55 +87,39 @@ def run(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
     }
 
 
-class Runs:
-    """What has been run, on disk."""
+def loss(store: Store, label: str, exponent: int) -> float:
+    """The mean final loss over seeds at the rate 1e-3 * 2**exponent."""
+    arm, rate = ARMS[label], 1e-3 * 2.0**exponent
+    about = {"gradients": 1, "optimizer": arm._asdict()}
+    rows = [
+        store.get(
+            {"arm": label, "rate": rate, "seed": seed},
+            lambda seed=seed: about | run(arm, rate, seed),
+        )
+        for seed in SEEDS
+    ]
+    losses = [row["final_loss"] for row in rows]
+    return math.inf if None in losses else sum(losses) / len(losses)
 
-    def __init__(self) -> None:
-        self.rows = json.loads(PATH.read_text())["runs"] if PATH.is_file() else []
 
-    def loss(self, label: str, exponent: int) -> float:
-        """The mean final loss over seeds at the rate 1e-3 * 2**exponent."""
-        losses = [self._run(label, 1e-3 * 2.0**exponent, seed)["final_loss"] for seed in SEEDS]
-        return math.inf if None in losses else sum(losses) / len(losses)
-
-    def tune(self, label: str) -> None:
-        """Widens the grid until the best rate is inside it."""
-        losses = {e: self.loss(label, e) for e in (START - 1, START, START + 1)}
-        while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
-            beyond = best - 1 if best == min(losses) else best + 1
-            losses[beyond] = self.loss(label, beyond)
-
-    def _run(self, label: str, rate: float, seed: int) -> dict[str, Any]:
-        key = {"arm": label, "rate": rate, "seed": seed}
-        for row in self.rows:
-            if all(row[name] == value for name, value in key.items()):
-                return row
-        arm = ARMS[label]
-        row = key | {"gradients": 1, "optimizer": arm._asdict()} | run(arm, rate, seed)
-        self.rows.append(row)
-        self._write()
-        print(f"{key}: {row['final_loss']}, test error {row['test_error']}", flush=True)
-        return row
-
-    def _write(self) -> None:
-        settings = {
-            "data": "scikit-learn's digits: 900 images to train, 447 to validate, 450 to test",
-            "epochs": EPOCHS,
-            "batch": BATCH,
-            "weight_decay": DECAY,
-            "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        }
-        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
-        partial = PATH.with_suffix(".partial")
-        partial.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n  {rows}\n ]}}\n')
-        partial.replace(PATH)
+def tune(store: Store, label: str) -> None:
+    """Widens the grid until the best rate is inside it."""
+    losses = {e: loss(store, label, e) for e in (START - 1, START, START + 1)}
+    while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
+        beyond = best - 1 if best == min(losses) else best + 1
+        losses[beyond] = loss(store, label, beyond)
 
 
 def main() -> None:
-    PATH.parent.mkdir(exist_ok=True)
-    runs = Runs()
+    store = Store(
+        RESULTS / "vision.json",
+        data="scikit-learn's digits: 900 images to train, 447 to validate, 450 to test",
+        epochs=EPOCHS,
+        batch=BATCH,
+        weight_decay=DECAY,
+    )
     for label in ARMS:
-        runs.tune(label)
+        tune(store, label)
 
 
 if __name__ == "__main__":
