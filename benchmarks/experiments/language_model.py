@@ -1,6 +1,6 @@
-"""Does MARS train a language model better? Eight questions, each a command that can be resumed:
+"""Does MARS train a language model better? Nine questions, each a command that can be resumed:
 
-    python -m benchmarks.experiments.language_model optimizers   # sizes lengths gamma rates ...
+    python -m benchmarks.experiments.language_model optimizers   # sizes lengths long gamma ...
     python -m benchmarks.experiments.language_model times        # of steps, side by side
 
 Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
@@ -371,8 +371,12 @@ def compare_sizes(question: Question) -> None:
 
 
 def compare_lengths(question: Question) -> None:
-    again(question, ARMS, Task(steps=STEPS // 2), Task(steps=3 * STEPS))
+    again(question, ARMS, Task(steps=STEPS // 2))
     again(question, FOREMOST, Task(steps=STEPS * 7 // 8), Task(steps=3 * STEPS // 2))
+
+
+def compare_long(question: Question) -> None:
+    again(question, ARMS, Task(steps=3 * STEPS))
 
 
 def compare_gammas(question: Question) -> None:
@@ -473,6 +477,7 @@ QUESTIONS = {
     "optimizers": compare_optimizers,
     "sizes": compare_sizes,
     "lengths": compare_lengths,
+    "long": compare_long,
     "gamma": compare_gammas,
     "rates": compare_rates,
     "batch": compare_batches,

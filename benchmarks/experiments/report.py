@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE, ASSETS = ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
 TASK = ("size", "steps", "batch")
 BASELINE = "AdamW"  # of the arms whose labels begin so, the best
-SHOWN_CURVES = (
+SHOWN = (
     "AdamW (.9, .95)",
     "NAdamW (.9, .95)",
     "MARS-AdamW",
@@ -39,9 +39,10 @@ SHOWN_CURVES = (
     "Muon",
     "Muon, Nesterov",
     "MARS-M",
+    "MARS-M, γ .1",
 )
 SIZES = "optimizers sizes"  # files of runs
-LENGTHS = "optimizers sizes lengths"
+LENGTHS = "optimizers sizes lengths long"
 FACTORS = (2, 4, 8, 16)  # of the best rate, in the table of stability
 
 
@@ -419,13 +420,17 @@ def first_tasks(runs: list[Run]) -> list[list[Run]]:
     return list(tasks.values())[::-1]
 
 
+def shown(runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run["arm"] in SHOWN]
+
+
 def curves_figure(runs: list[Run]) -> Figure:
     """Mean validation losses over the steps, without the first tenth; a panel for each size."""
     tasks = first_tasks(runs)
     figure, axes = panels(len(tasks), 4.7)
     for axis, own in zip(axes, tasks, strict=True):
-        arms = tune_arms(r for r in own if r["arm"] in SHOWN_CURVES)
-        for place, label in enumerate(SHOWN_CURVES):
+        arms = tune_arms(shown(own))
+        for place, label in enumerate(SHOWN):
             if (arm := arms.get(label)) is not None:
                 step, loss = arm.curve[len(arm.curve) // 10 :].T
                 axis.plot(step, loss, f"C{place}", label=f"{label}: {arm.mean:.3f}", linewidth=1.5)
@@ -644,7 +649,11 @@ FIGURES = {
     ),
     "optimizers": Item(SIZES, _of_runs(seeds_figure), "Final losses of all optimizers"),
     "curves": Item(SIZES, _of_runs(curves_figure), "Validation losses over the steps"),
-    "lengths": Item(LENGTHS, _of_runs(lengths_figure), "Final loss against the run's length"),
+    "lengths": Item(
+        LENGTHS,
+        lambda results: lengths_figure(shown(results["runs"])),
+        "Final loss against the run's length",
+    ),
     "gamma": Item("gamma", _of_runs(gammas_figure), "Final loss against γ"),
     "rates": Item("rates", _of_runs(rates_figure), "Final loss against the learning rate"),
     "batch": Item("batch", _of_runs(batches_figure), "Distance to AdamW against the batch size"),
