@@ -63,6 +63,13 @@ def quick_compilation():
 
 
 @every_page
+def test_no_subscript_is_taken_for_emphasis(page):
+    """Markdown reads the two underscores of "g⁻_t ... x_{t−1}" as italics, for want of a letter."""
+    prose = re.sub(r"`[^`\n]*`", "", without_code(page))
+    assert not re.findall(r"[^\w\s`*\[(|]_\w", prose)
+
+
+@every_page
 def test_code_blocks_run(page, tmp_path):
     """Blocks of a page share a namespace, as a reader who copies them would have it."""
     namespace = {"__name__": page.stem}
