@@ -83,6 +83,7 @@ ARMS = {
     "Muon, Nesterov": Arm("muon", 8e-3, 0.95, nesterov=True),
     "MARS-AdamW": MARS_ADAMW,
     "MARS-AdamW (.9, .95), γ .1": Arm("mars_adamw", 8e-3, 0.9, 0.95, 0.1),
+    "MARS-AdamW (.9, .95), γ .1, exact": Arm("mars_adamw", 1.6e-2, 0.9, 0.95, 0.1, exact=True),
     "MARS-AdamW exact": dataclasses.replace(MARS_ADAMW, exact=True),
     "MARS-AdamW exact, γ 1": dataclasses.replace(MARS_ADAMW, exact=True, gamma=1.0),
     "MARS-Lion": Arm("mars_lion", 1e-3),

@@ -214,7 +214,7 @@ def comparison(runs: list[Run]) -> str:
     best = baseline(arms)
     reference = arms[best]
     seconds = (read("step_times") or {"seconds": {}})["seconds"].get(runs[0]["size"], {})
-    timed = all(label in seconds for label in arms)
+    timed = best in seconds
 
     def row(label: str, arm: Tuned) -> list[str]:
         share = share_of_steps(arm, reference)
@@ -227,7 +227,7 @@ def comparison(runs: list[Run]) -> str:
             number(share, 2),
         ]
         if timed:
-            cells.append(number(share * seconds[label] / seconds[best], 2))
+            cells.append(number(share * seconds.get(label, math.nan) / seconds[best], 2))
         return cells
 
     header = ["", "best rate", "final loss", "seeds", "− AdamW", "steps", *["time"] * timed]
