@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("flax")
 
 from benchmarks.experiments import language_model as experiment
+from benchmarks.experiments.store import Store
 from examples.nanogpt import data
 from mars_optax import mars_vr, optimizers
 
@@ -57,6 +58,16 @@ def test_runs_on_disk_are_not_run_again(calls, tmp_path):
     assert len(calls) == 2 * before
     rows = json.loads((tmp_path / "q.json").read_text())["runs"]
     assert len(rows) == 2 * before and rows[0]["optimizer"]["optimizer"] == "adamw"
+
+
+def test_rows_made_with_other_settings_are_not_mixed_in(tmp_path):
+    path = tmp_path / "results" / "q.json"
+    Store(path, steps=3).get({"rate": 1.0}, lambda: {"loss": 2.0})
+    before = path.read_text()
+    assert Store(path, steps=3).get({"rate": 1.0}, dict) == {"rate": 1.0, "loss": 2.0}
+    with pytest.raises(ValueError, match=r"q\.json was made with steps = 3, not 4: move it away"):
+        Store(path, steps=4)
+    assert path.read_text() == before
 
 
 def test_diverged_runs_count_as_infinite(calls):

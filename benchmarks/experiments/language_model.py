@@ -1,7 +1,9 @@
 """Does MARS train a language model better? Nine questions, each a command that can be resumed:
 
-    python -m benchmarks.experiments.language_model optimizers   # sizes lengths long gamma ...
-    python -m benchmarks.experiments.language_model times        # of steps, side by side
+    python -m benchmarks.experiments.language_model optimizers
+    python -m benchmarks.experiments.language_model times    # of steps, side by side
+
+The others are sizes, lengths, long, gamma, rates, batch, exact and details.
 
 Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
 rate, on the same grid (1e-3 times powers of 2), with one seed, until the best is inside the grid;
@@ -26,7 +28,7 @@ import numpy as np
 import optax
 
 import mars_optax
-from benchmarks.experiments.store import RESULTS, Store
+from benchmarks.experiments.store import RESULTS, VERSIONS, Store
 from benchmarks.update import interleaved
 from examples.nanogpt import data, model, optimizers
 
@@ -465,8 +467,7 @@ def measure_times(rounds: int = 7) -> None:
         count = len(batches(0, task)[0])
         found[size] = {label: float(np.median(own)) / count for label, own in seconds.items()}
         print(size, found[size], flush=True)
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    settings = {"rounds": rounds, "batch": Task().batch, "versions": versions}
+    settings = {"rounds": rounds, "batch": Task().batch, "versions": VERSIONS}
     text = json.dumps({"settings": settings, "seconds": found}, indent=1)
     (RESULTS / "step_times.json").write_text(text + "\n")
 

@@ -9,19 +9,30 @@ import jax
 import optax
 
 RESULTS = Path(__file__).parent / "results"
+VERSIONS = {"jax": jax.__version__, "optax": optax.__version__}
 
 
 class Store:
-    """Rows that are written as they are made; one that is there is not made again."""
+    """Rows that are written as they are made; one that is there is not made again.
+
+    Raises:
+        ValueError: where the file's rows were made with other settings, versions aside.
+    """
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
-        self.settings = settings | {
-            "versions": {"jax": jax.__version__, "optax": optax.__version__}
-        }
+        self.settings = settings | {"versions": VERSIONS}
         self.rows: list[dict[str, Any]] = []
-        if path.is_file():
-            self.rows = json.loads(path.read_text())["runs"]
+        if not path.is_file():
+            return
+        found = json.loads(path.read_text())
+        for name, value in settings.items():
+            if (before := found["settings"].get(name)) != value:
+                raise ValueError(
+                    f"{path} was made with {name} = {before}, not {value}: move it away to start "
+                    "anew."
+                )
+        self.rows = found["runs"]
 
     def get(self, key: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row with this key; where there is none, the key and what `run` returns."""

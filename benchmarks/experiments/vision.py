@@ -87,7 +87,7 @@ def run(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
     }
 
 
-def loss(store: Store, label: str, exponent: int) -> float:
+def mean_loss(store: Store, label: str, exponent: int) -> float:
     """The mean final loss over seeds at the rate 1e-3 * 2**exponent."""
     arm, rate = ARMS[label], 1e-3 * 2.0**exponent
     about = {"gradients": 1, "optimizer": arm._asdict()}
@@ -104,10 +104,10 @@ def loss(store: Store, label: str, exponent: int) -> float:
 
 def tune(store: Store, label: str) -> None:
     """Widens the grid until the best rate is inside it."""
-    losses = {e: loss(store, label, e) for e in (START - 1, START, START + 1)}
+    losses = {e: mean_loss(store, label, e) for e in (START - 1, START, START + 1)}
     while (best := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
         beyond = best - 1 if best == min(losses) else best + 1
-        losses[beyond] = loss(store, label, beyond)
+        losses[beyond] = mean_loss(store, label, beyond)
 
 
 def main() -> None:
