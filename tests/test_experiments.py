@@ -1,9 +1,13 @@
 """The experiments' measurements agree with theory, and the committed results with their figures."""
 
+import math
+
 import jax
 import pytest
 
+from benchmarks.experiments import partial_exact
 from benchmarks.experiments import variance_reduction as vr
+from benchmarks.experiments.store import Store
 
 B1 = 0.9
 
@@ -67,3 +71,35 @@ def test_the_tables_ratios_are_of_each_estimators_least():
         assert table[1] == ["approximate, γ = 0.025", "0.025"]
         assert table[-1] == ["exact, γ = 1", "1"]
         assert len(table) == 9
+
+
+def test_partial_corrections_are_priced_by_their_gradients(tmp_path, monkeypatch):
+    def error(gamma, b1, parts, batch, runs, steps):
+        return (b1 - 0.98) ** 2 + gamma + 100 / (parts or 1) + 1 / batch
+
+    monkeypatch.setattr(partial_exact, "error", error)
+    store = Store(tmp_path / "partial.json")
+    partial_exact.measure(store, runs=1, steps=1)
+    costs = {(r["estimator"], r["parts"]): r["gradients"] for r in store.rows if r["parts"]}
+    assert costs == {("exact", n): 1 + 1 / n for n in (1, 2, 4, 8)}
+    averages = [row["gradients"] for row in store.rows if row["estimator"] == "EMA"]
+    assert averages == [1, 2, 1.5, 1.25, 1.125]  # of batches larger by as much
+    assert {row["b1"] for row in store.rows} == {0.98}
+    assert len(store.rows) == len(averages) + 4 * len(vr.GAMMAS)
+
+
+def test_the_best_rate_for_images_lies_inside_the_grid(tmp_path, monkeypatch):
+    vision = pytest.importorskip("benchmarks.experiments.vision")
+    best = {"AdamW": 0.008, "Muon": 0.128}  # below and above where the search begins
+
+    def run(arm, rate, seed):
+        mine = best[{"adamw": "AdamW", "muon": "Muon"}[arm.optimizer]]
+        return {"final_loss": math.log2(rate / mine) ** 2 + 0.1 * seed, "curve": []}
+
+    monkeypatch.setattr(vision, "run", run)
+    for label, rate in best.items():
+        store = Store(tmp_path / f"{label}.json")
+        vision.tune(store, label)
+        rates = {row["rate"] for row in store.rows}
+        assert {rate / 2, rate, 2 * rate} <= rates
+        assert len(store.rows) == 3 * len(rates)

@@ -60,6 +60,15 @@ def test_runs_on_disk_are_not_run_again(calls, tmp_path):
     assert len(rows) == 2 * before and rows[0]["optimizer"]["optimizer"] == "adamw"
 
 
+def test_other_tasks_begin_at_the_rate_that_is_best_on_the_first(calls, monkeypatch):
+    monkeypatch.setattr(experiment, "ARMS", {"a": dataclasses.replace(ARM, start=1e-3)})
+    experiment.compare_sizes(experiment.Question("sizes"))
+    rows = {name: experiment.Question(name).store.rows for name in ("optimizers", "sizes")}
+    assert {row["size"] for row in rows["sizes"]} == {"demo"}
+    assert {row["rate"] for row in rows["sizes"]} == {0.016, 0.032, 0.064}
+    assert len({row["rate"] for row in rows["optimizers"]}) > 3  # its own search began far below
+
+
 def test_rows_made_with_other_settings_are_not_mixed_in(tmp_path):
     path = tmp_path / "results" / "q.json"
     Store(path, steps=3).get({"rate": 1.0}, lambda: {"loss": 2.0})
