@@ -1,9 +1,9 @@
-"""Does MARS train a language model better? Nine questions, each a command that can be resumed:
+"""Does MARS train a language model better? Ten questions, each a command that can be resumed:
 
     python -m benchmarks.experiments.language_model optimizers
     python -m benchmarks.experiments.language_model times    # of steps, side by side
 
-The others are sizes, lengths, long, gamma, rates, batch, exact and details.
+The others are sizes, lengths, long, long_exact, gamma, rates, batch, exact and details.
 
 Byte-level GPTs on Shakespeare's plays, whole plays held out. Every arm tunes one thing, its peak
 rate, on the same grid (1e-3 times powers of 2), with one seed, until the best is inside the grid;
@@ -375,8 +375,8 @@ def compare_lengths(question: Question) -> None:
     again(question, OURS, *(Task("demo", steps) for steps in shorter))
 
 
-def compare_long(question: Question) -> None:
-    again(question, ARMS, Task(steps=3 * STEPS))
+def compare_long(question: Question, exact: bool = False) -> None:
+    again(question, [a for a in ARMS if ARMS[a].exact == exact], Task(steps=3 * STEPS))
 
 
 def compare_gammas(question: Question) -> None:
@@ -477,6 +477,7 @@ QUESTIONS = {
     "sizes": compare_sizes,
     "lengths": compare_lengths,
     "long": compare_long,
+    "long_exact": functools.partial(compare_long, exact=True),
     "gamma": compare_gammas,
     "rates": compare_rates,
     "batch": compare_batches,

@@ -42,7 +42,7 @@ SHOWN = (
     "MARS-M, γ .1",
 )
 SIZES = "optimizers sizes"  # files of runs
-LENGTHS = "optimizers sizes lengths long"
+LENGTHS = "optimizers sizes lengths long long_exact"
 FACTORS = (2, 4, 8, 16)  # of the best rate, in the table of stability
 
 
